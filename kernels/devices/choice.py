@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from heterollm.base import DeviceError, see
@@ -23,28 +23,29 @@ def is_translated(platform: str, device: Any) -> bool:  # noqa: ANN401
     return OPENCL_ON_12 in f"{platform}{device.name}".lower()
 
 
-def gpu_text(platform: str, device: Any, features: str = "") -> str:  # noqa: ANN401
-    """Return the name of a GPU with its driver, by which it can be chosen."""
-    driver = f"{platform.strip()} {device.driver_version.strip()}"
-    return f"{device.name.strip()} ({driver}{f'; {features}' if features else ''})"
-
-
-def choose_gpu(texts: Sequence[str], kind: str) -> tuple[int, str]:
-    """Return the number of the GPU to use, and a text with all of them.
+def choose_gpu(
+    found: Sequence[tuple[str, Any]], kind: str, features: Callable[[Any], str] = lambda _: ""
+) -> tuple[Any, str]:
+    """Return the GPU to use, and a text with all of them.
 
     Args:
-        texts: The GPUs, the default one first.
-        kind: Their name in the plural.
+        found: Platforms and GPUs, the default one first.
+        kind: Name of such GPUs in the plural.
+        features: Returns what the text says of a GPU beside its name and driver.
 
     Raises:
         DeviceError: The environment names none or several of them.
     """
+    texts = [
+        f"{device.name.strip()} ({platform.strip()} {device.driver_version.strip()}{features(device)})"
+        for platform, device in found
+    ]
     variable = next((name for name in GPU_VARIABLES if os.environ.get(name, "").strip()), GPU_VARIABLES[0])
     number = _number(variable, texts, kind)
     if len(texts) == 1:
-        return number, texts[0]
+        return found[0][1], texts[0]
     others = "; ".join(f"{other}: {text}" for other, text in enumerate(texts) if other != number)
-    return number, f"{number}: {texts[number]}; {variable} can choose {others}"
+    return found[number][1], f"{number}: {texts[number]}; {variable} can choose {others}"
 
 
 def _number(variable: str, texts: Sequence[str], kind: str) -> int:
@@ -87,5 +88,4 @@ def find_gpus(split: ThreadSplit | None = None) -> tuple[Any, str]:
         return is_translated(name, device), bool(device.host_unified_memory), -device.max_compute_units
 
     found.sort(key=rank)
-    number, text = choose_gpu([gpu_text(*entry, gpu_features(entry[1])) for entry in found], "GPUs")
-    return found[number][1], text
+    return choose_gpu(found, "GPUs", lambda device: f"; {gpu_features(device)}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
     from heterollm.kernels.device import Device
+    from heterollm.kernels.devices.race import Race
     from heterollm.kernels.gpu import MemoryKind
     from heterollm.kernels.npu import TimeKind
     from heterollm.kernels.ops import Power
@@ -51,7 +52,7 @@ class DeviceKind:
         shares_cores: Whether its two processors share CPU cores.
         time: Whether its times are real or emulated.
         reason: Why ``auto`` chose it.
-        wins: Returns why ``auto`` should choose it instead, or raises DeviceError; opens nothing.
+        race: Returns its race against the cores of ``host``, None without a GPU; ``auto`` takes it if it won.
     """
 
     name: str
@@ -62,7 +63,7 @@ class DeviceKind:
     shares_cores: bool = False
     time: TimeKind = "real"
     reason: str = ""
-    wins: Callable[[], str] | None = None
+    race: Callable[[], Race | None] | None = None
 
 
 def kind_of(name: str) -> DeviceKind:

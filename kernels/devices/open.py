@@ -71,15 +71,22 @@ def open_device(
 
 def _open_first(wanted: Opening) -> Device:
     *first, last = map(kind_of, AUTO)
+    why = last.reason
     for kind in first:
+        reason = kind.reason
+        if kind.race is not None:
+            if (race := kind.race()) is None:
+                continue
+            reason = why = str(race)
+            if not race.is_won:
+                continue
         try:
-            reason = kind.reason if kind.wins is None else kind.wins()
             split = split_threads(wanted.gpu_threads, wanted.npu_threads)
             return _chosen(kind, replace(wanted, split=split), reason)
-        except DeviceError:
-            continue
-    race = kept_race()
-    return _chosen(last, wanted, str(race) if race.is_lost else last.reason)
+        except DeviceError as error:
+            if kind.race is not None:  # its GPU would have been the better choice
+                why = error.message.removesuffix(".")
+    return _chosen(last, wanted, why)
 
 
 def _chosen(kind: DeviceKind, wanted: Opening, reason: str) -> Device:
@@ -100,7 +107,9 @@ def opens_host(name: str) -> bool:
         return name == "host"
     from heterollm.kernels.npu import qnn_available
 
-    return not qnn_available(emulator=False)[0] and not kept_race().is_won
+    if qnn_available(emulator=False)[0]:
+        return False
+    return (race := kept_race()) is None or not race.is_won
 
 
 def list_devices() -> list[DeviceStatus]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -24,11 +25,12 @@ from heterollm.base import (
     CacheError,
     DeviceError,
     HeteroLLMError,
+    PositiveNumber,
     cache_name,
     decode,
+    decode_json,
     load_or_make,
     own_folder,
-    parse_json,
     scratch_folder,
 )
 from heterollm.kernels.devices.choice import GPU_VARIABLES, find_gpus
@@ -37,6 +39,8 @@ from heterollm.kernels.threads import allowed_cores, split_threads
 
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import OpenClRuntime
+
+logger = logging.getLogger(__name__)
 
 SIDE: Final = 4096
 """Rows and inputs of the linear layer, as in models of 7 or 8 billion parameters."""
@@ -52,65 +56,55 @@ BLOCK: Final = 32
 VENDORS: Final = "/etc/OpenCL/vendors"
 VENDORS_VARIABLE: Final = "OCL_ICD_VENDORS"
 
+Seconds: TypeAlias = tuple[PositiveNumber, PositiveNumber]
+"""Times of the layer in decode and in prefill."""
+
 
 class Race(Struct, frozen=True, forbid_unknown_fields=True):
     """The result of a race.
 
     Args:
-        gpu: Name of the GPU; empty if there is none that works.
-        decode: Time of the cores over that of the GPU, of a linear layer of one token.
-        prefill: The same for a prompt.
-        problem: Why no GPU works.
+        gpu: Name of the GPU.
+        gpu_s: Its times.
+        cores_s: Those of all cores; None if they have no OpenCL.
     """
 
-    gpu: str = ""
-    decode: float = 0.0
-    prefill: float = 0.0
-    problem: str = ""
+    gpu: str
+    gpu_s: Seconds
+    cores_s: Seconds | None
 
     @property
     def is_won(self) -> bool:
-        """Whether the GPU is the faster one, in the geometric mean of both."""
-        return bool(self.gpu) and self.decode * self.prefill > 1
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether there is a slower GPU."""
-        return bool(self.gpu) and not self.is_won
+        """Whether the GPU is the faster one, in the geometric mean of decode and prefill."""
+        return self.cores_s is None or math.prod(self.cores_s) > math.prod(self.gpu_s)
 
     def __str__(self) -> str:
+        if self.cores_s is None:
+            return f"{self.gpu} has OpenCL, and the cores of this machine have none"
+        decode, prefill = (cores / gpu for cores, gpu in zip(self.cores_s, self.gpu_s, strict=True))
         return (
-            f"{self.gpu} computes a linear layer {self.decode:.3g} times as fast in decode as all cores of "
-            f"this machine, {self.prefill:.3g} times in prefill"
+            f"{self.gpu} computes a linear layer {decode:.3g} times as fast in decode as all cores of "
+            f"this machine, {prefill:.3g} times in prefill"
         )
 
 
-def gpu_wins() -> str:
-    """Return why the GPU is the better choice.
-
-    Raises:
-        DeviceError: There is no GPU, or it lost the race.
-    """
-    race = kept_race()
-    if race.is_won:
-        return str(race)
-    raise DeviceError(f"{race}." if race.gpu else race.problem)
-
-
 @functools.cache
-def kept_race() -> Race:
-    """Return the race that the cache keeps for these drivers and cores, or run it."""
+def kept_race() -> Race | None:
+    """Return the race that the cache keeps for these drivers and cores, or run it; None if no GPU works.
+
+    That no GPU works is not kept: another start may find one.
+    """
     drivers = sorted(_drivers())
     if not drivers:
-        return Race(problem="No driver of a GPU is installed.")
+        return None
     chosen = [os.environ.get(name, "") for name in GPU_VARIABLES]
     key = json.dumps([drivers, len(allowed_cores()), platform.machine(), chosen]).encode()
     try:
         path = own_folder("races") / f"{cache_name('race', hashlib.sha256(key).hexdigest()[:16])}.json"
-    except CacheError as error:
-        return Race(problem=error.message)
-    again = "racing again"
-    return load_or_make(path, again, read=_read, make=_in_child, text=lambda race: encode(race).decode())
+        return load_or_make(path, "racing again", read=_read, make=_in_child, text=_text)
+    except HeteroLLMError as error:
+        logger.info("No GPU takes part in a race: %s", error.message)
+        return None
 
 
 def _drivers() -> Iterator[tuple[str, int]]:
@@ -127,10 +121,13 @@ def _drivers() -> Iterator[tuple[str, int]]:
 
 
 def _read(content: bytes) -> Race:
-    try:
-        return decode(parse_json(content), Race, source="it is no race", error=CacheError)
-    except ValueError as error:
-        raise CacheError(f"it is not JSON: {error}") from error
+    source = "The race of GPU and cores"
+    data = decode_json(content, source=source, error=CacheError)
+    return decode(data, Race, source=f"{source} is damaged", error=CacheError)
+
+
+def _text(race: Race) -> str:
+    return encode(race).decode()
 
 
 def _in_child() -> Race:
@@ -138,12 +135,9 @@ def _in_child() -> Race:
 
     with scratch_folder("heterollm-race-") as folder:
         result = folder / "race.json"
-        try:
-            request = {"result": str(result)}
-            run_child(__spec__.name, request, folder / "answer", "race", timeout_s=TIMEOUT_S)
-            return _read(result.read_bytes())
-        except HeteroLLMError as error:
-            return Race(problem=error.message)
+        request = {"result": str(result)}
+        run_child(__spec__.name, request, folder / "answer", "race", timeout_s=TIMEOUT_S)
+        return _read(result.read_bytes())
 
 
 def run_race() -> Race:
@@ -158,16 +152,15 @@ def run_race() -> Race:
     device, _ = find_gpus(cores)
     runtime = gpu.open_gpu(device, Opening())
     gpu.self_test(runtime)
-    ours = linear_times_s(runtime)
+    gpu_s = linear_times_s(runtime)
     try:
-        theirs = linear_times_s(gpu.open_cpu(cores, Opening()))
+        cpu = gpu.open_cpu(cores, Opening())
     except DeviceError:
-        theirs = (math.inf, math.inf)  # no OpenCL for the CPU
-    decode, prefill = (cpu / own for cpu, own in zip(theirs, ours, strict=True))
-    return Race(runtime.traits.name, decode, prefill)
+        return Race(runtime.traits.name, gpu_s, None)
+    return Race(runtime.traits.name, gpu_s, linear_times_s(cpu))
 
 
-def linear_times_s(runtime: OpenClRuntime) -> tuple[float, ...]:
+def linear_times_s(runtime: OpenClRuntime) -> Seconds:
     """Return the shortest times of a linear layer with 4-bit weights in decode and in prefill."""
     from heterollm.kernels.formats import QuantizedTensor
     from heterollm.kernels.gpu import GpuLinear
@@ -181,18 +174,21 @@ def linear_times_s(runtime: OpenClRuntime) -> tuple[float, ...]:
     x.array[...] = random.standard_normal(x.array.shape)
     x.release()
     linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
-    times_s = []
-    for tokens in TOKENS:
-        launch = linear.launch(x, y, tokens=tokens, label="race")
-        spent_s: list[float] = []
-        ends_s = time.perf_counter() + MOST_S
-        while len(spent_s) < RUNS and (not spent_s or time.perf_counter() < ends_s):
-            begin_s = time.perf_counter()
-            launch()
-            runtime.finish()
-            spent_s.append(time.perf_counter() - begin_s)
-        times_s.append(min(spent_s))
-    return tuple(times_s)
+    decode_s, prefill_s = (
+        _shortest_s(runtime, linear.launch(x, y, tokens=tokens, label="race")) for tokens in TOKENS
+    )
+    return decode_s, prefill_s
+
+
+def _shortest_s(runtime: OpenClRuntime, launch: Callable[[], object]) -> float:
+    spent_s: list[float] = []
+    ends_s = time.perf_counter() + MOST_S
+    while len(spent_s) < RUNS and (not spent_s or time.perf_counter() < ends_s):
+        begin_s = time.perf_counter()
+        launch()
+        runtime.finish()
+        spent_s.append(time.perf_counter() - begin_s)
+    return min(spent_s)
 
 
 def _child(request: dict[str, Any]) -> None:

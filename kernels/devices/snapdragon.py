@@ -9,7 +9,7 @@ import numpy as np
 from heterollm.base import DeviceError, see
 from heterollm.kernels.device import Device
 from heterollm.kernels.devices import gpu, software
-from heterollm.kernels.devices.choice import choose_gpu, gpu_text, is_translated
+from heterollm.kernels.devices.choice import choose_gpu, is_translated
 from heterollm.kernels.devices.kind import DeviceKind, Opening
 from heterollm.kernels.devices.runtimes import QUALCOMM, opencl_devices
 from heterollm.kernels.threads import ThreadSplit, biggest_cores, on_cores
@@ -66,8 +66,7 @@ def _adrenos(split: ThreadSplit | None = None) -> tuple[Any, str]:
             + see("no-adreno-among-the-opencl-devices"),
         )
     found.sort(key=lambda entry: (entry[1].max_compute_units, entry[1].driver_version), reverse=True)
-    number, text = choose_gpu([gpu_text(*entry) for entry in found], "Adrenos")
-    return found[number][1], text
+    return choose_gpu(found, "Adrenos")
 
 
 KIND = DeviceKind(

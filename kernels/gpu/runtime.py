@@ -69,7 +69,13 @@ OTHER_BUILTINS: Final = ("-cl-std=", "-DSUBGROUP", "-DWEIGHT_IMAGE")
 
 POCL_NAME: Final = "Portable Computing Language"
 
-INTEGER_DOT: Final = "cl_khr_integer_dot_product"
+FEATURES: Final = {
+    "float16": ("cl_khr_fp16",),
+    "subgroups": ("cl_khr_subgroups", "cl_intel_subgroups"),
+    "integer dot product": ("cl_khr_integer_dot_product",),
+}
+"""Features of GPUs, each with the extensions of which one offers it."""
+
 MEMORY_VARIABLE: Final = "HETEROLLM_SHARED_MEMORY"
 """Environment variable with the kind of shared memory of devices that are opened without one."""
 
@@ -498,10 +504,13 @@ def is_cpu(device: cl.Device) -> bool:
 
 def gpu_features(device: cl.Device) -> str:
     """Return a GPU's kind of shared memory, compute units and features without opening it."""
-    names = {"cl_khr_fp16": "float16", "cl_khr_subgroups": "subgroups", INTEGER_DOT: "integer dot product"}
-    features = [name for extension, name in names.items() if extension in device.extensions.split()]
     memory = f"{'svm' if has_fine_grained_atomics(device) else 'mapped'} memory"
-    return ", ".join((memory, f"{device.max_compute_units} compute units", *features))
+    return ", ".join((memory, f"{device.max_compute_units} compute units", *_features(device)))
+
+
+def _features(device: cl.Device) -> list[str]:
+    extensions = set(device.extensions.split())
+    return [name for name, offering in FEATURES.items() if extensions.intersection(offering)]
 
 
 def runtime_advice() -> str:
@@ -540,17 +549,17 @@ def _shared_memory(device: cl.Device, kind: MemoryKind | None) -> MemoryKind:
 
 
 def _traits(device: cl.Device, *, coherent: bool, has_matrix: bool) -> DeviceTraits:
-    extensions = tuple(device.extensions.split())
+    features = _features(device)
     return DeviceTraits(
         name=device.name.strip(),
         platform=device.platform.name.strip(),
         version=device.version.strip(),
         driver=device.driver_version.strip(),
         is_cpu=is_cpu(device),
-        has_half="cl_khr_fp16" in extensions,
-        has_subgroups="cl_khr_subgroups" in extensions or "cl_intel_subgroups" in extensions,
+        has_half="float16" in features,
+        has_subgroups="subgroups" in features,
         has_matrix=has_matrix,
-        has_integer_dot=INTEGER_DOT in extensions,
+        has_integer_dot="integer dot product" in features,
         compute_units=device.max_compute_units,
         max_work_group=device.max_work_group_size,
         max_buffer_bytes=device.max_mem_alloc_size,
@@ -559,7 +568,7 @@ def _traits(device: cl.Device, *, coherent: bool, has_matrix: bool) -> DeviceTra
         cache_bytes=_cache_bytes(device),
         image_texels=device.image_max_buffer_size if device.image_support else 0,
         coherent=coherent,
-        extensions=extensions,
+        extensions=tuple(device.extensions.split()),
     )
 
 

@@ -29,11 +29,11 @@ from heterollm.base import (
     atomic_path,
     cache_name,
     decode,
+    decode_json,
     delete,
     format_bytes,
     load_or_make,
     own_folder,
-    parse_json,
     scratch_folder,
 )
 from heterollm.kernels.formats import QuantizedTensor, linear_errors
@@ -210,11 +210,8 @@ def _verdict_file(target: QnnTarget, soc_model: str) -> Path:
 
 
 def _read(content: bytes) -> SharingVerdict:
-    try:
-        data = parse_json(content)
-    except ValueError as error:
-        raise CacheError(f"it is not JSON: {error}") from error
-    return decode(data, SharingVerdict, source="it is no verdict", error=CacheError)
+    data = decode_json(content, source="The verdict", error=CacheError)
+    return decode(data, SharingVerdict, source="It is no verdict", error=CacheError)
 
 
 def _text(verdict: SharingVerdict) -> str:

@@ -12,8 +12,9 @@ from heterollm.kernels.devices.race import Race
 from heterollm.kernels.devices.runtimes import fixed_threads
 from heterollm.kernels.threads import allowed_cores
 
-FAST = Race("GPU X", decode=3.0, prefill=12.0)
-SLOW = Race("GPU X", decode=0.5, prefill=1.5)
+FAST = Race("GPU X", (1.0, 2.0), (3.0, 24.0))
+SLOW = Race("GPU X", (2.0, 4.0), (1.0, 6.0))
+ALONE = Race("GPU X", (1.0, 2.0), None)
 
 
 @pytest.fixture
@@ -70,9 +71,8 @@ def test_the_npu_has_all_cores_or_as_many_as_asked(taken_for_gpu, npu_threads, e
 
 def test_the_mean_of_decode_and_prefill_decides():
     assert FAST.is_won
-    assert SLOW.is_lost
-    assert not Race(problem="none").is_won
-    assert not Race(problem="none").is_lost
+    assert not SLOW.is_won
+    assert ALONE.is_won
 
 
 def test_auto_takes_a_gpu_that_wins_and_says_by_how_much(taken_for_gpu, ended):
@@ -100,9 +100,11 @@ def test_a_race_is_run_once_for_the_drivers_and_again_for_a_damaged_file(monkeyp
     vendors.mkdir()
     monkeypatch.setenv("OCL_ICD_VENDORS", str(vendors))
     monkeypatch.setattr(races.platform, "system", lambda: "Linux")
-    runs = []
+    runs, fails = [], []
 
     def run():
+        if fails:
+            raise fails[0]
         runs.append(1)
         return FAST
 
@@ -112,9 +114,12 @@ def test_a_race_is_run_once_for_the_drivers_and_again_for_a_damaged_file(monkeyp
         races.kept_race.cache_clear()
         return races.kept_race()
 
-    assert again().problem == "No driver of a GPU is installed."
+    assert again() is None
     driver = vendors / "gpu.icd"
     driver.write_text("libgpu.so")
+    fails.append(DeviceError("No GPU among the OpenCL devices."))
+    assert again() is None
+    fails.clear()
     assert [again(), again()] == [FAST, FAST]
     assert len(runs) == 1
     os.utime(driver, ns=(1, 1))  # another version
@@ -127,10 +132,30 @@ def test_a_race_is_run_once_for_the_drivers_and_again_for_a_damaged_file(monkeyp
     races.kept_race.cache_clear()
 
 
-def test_a_child_that_finds_no_gpu_loses(host):
-    race = races._in_child()
-    assert "No GPU among" in race.problem
-    assert not race.gpu
+def test_a_child_that_finds_no_gpu_says_so(host):
+    with pytest.raises(DeviceError, match="No GPU among"):
+        races._in_child()
+
+
+def test_a_gpu_wins_where_the_cores_have_no_opencl(taken_for_gpu, monkeypatch):
+    def no_cpu(*_):
+        raise DeviceError("No OpenCL runtime for the CPU was found.")
+
+    monkeypatch.setattr(races, "SIDE", 256)
+    monkeypatch.setattr(races, "allowed_cores", lambda: allowed_cores()[: fixed_threads()])
+    monkeypatch.setattr("heterollm.kernels.devices.gpu.open_cpu", no_cpu)
+    race = races.run_race()
+    assert race.is_won
+    assert races._read(races._text(race).encode()) == race
+    assert str(race).endswith("the cores of this machine have none")
+
+
+def test_auto_says_why_a_gpu_that_won_does_not_open(host, ended):
+    ended(FAST)
+    device = open_device("auto")
+    assert device.name == "host"
+    assert "No GPU among the OpenCL devices" in device.reason
+    device.close()
 
 
 def test_the_race_compares_the_same_layer(taken_for_gpu, monkeypatch):
@@ -139,5 +164,4 @@ def test_the_race_compares_the_same_layer(taken_for_gpu, monkeypatch):
     monkeypatch.setattr("heterollm.kernels.devices.gpu.open_cpu", lambda *_: open_device("opencl").gpu)
     race = races.run_race()
     assert race.gpu
-    assert 0 < race.decode < np.inf
-    assert 0 < race.prefill < np.inf
+    assert all(0 < seconds < np.inf for seconds in (*race.gpu_s, *race.cores_s))
