@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from msgspec import Struct
+
+from heterollm.base import PositiveNumber
+
 if TYPE_CHECKING:
     from heterollm.kernels.device import Device
-    from heterollm.kernels.devices.race import Race
     from heterollm.kernels.gpu import MemoryKind
     from heterollm.kernels.npu import TimeKind
     from heterollm.kernels.ops import Power
@@ -23,6 +27,38 @@ AUTO: Final = ("snapdragon", "opencl", "host")
 
 ChooseThreads: TypeAlias = "Callable[[int | None], tuple[int | None, int | None]]"
 """Returns threads of GPU and NPU from those that OpenCL has already, None if it was not opened."""
+
+
+Seconds: TypeAlias = tuple[PositiveNumber, PositiveNumber]
+"""Times of the layer in decode and in prefill."""
+
+
+class Race(Struct, frozen=True, forbid_unknown_fields=True):
+    """The result of a race of a GPU against the cores of the CPU, with one linear layer.
+
+    Args:
+        gpu: Name of the GPU.
+        gpu_s: Its times.
+        cores_s: Those of all cores; None if they have no OpenCL.
+    """
+
+    gpu: str
+    gpu_s: Seconds
+    cores_s: Seconds | None
+
+    @property
+    def is_won(self) -> bool:
+        """Whether the GPU is the faster one, in the geometric mean of decode and prefill."""
+        return self.cores_s is None or math.prod(self.cores_s) > math.prod(self.gpu_s)
+
+    def __str__(self) -> str:
+        if self.cores_s is None:
+            return f"{self.gpu} has OpenCL, and the cores of this machine have none"
+        decode, prefill = (cores / gpu for cores, gpu in zip(self.cores_s, self.gpu_s, strict=True))
+        return (
+            f"{self.gpu} computes a linear layer {decode:.3g} times as fast in decode as all cores of "
+            f"this machine, {prefill:.3g} times in prefill"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,23 +9,20 @@ import functools
 import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from msgspec import Struct
 from msgspec.json import encode
 
 from heterollm.base import (
     CacheError,
     DeviceError,
     HeteroLLMError,
-    PositiveNumber,
     cache_name,
     decode,
     decode_json,
@@ -34,7 +31,7 @@ from heterollm.base import (
     scratch_folder,
 )
 from heterollm.kernels.devices.choice import GPU_VARIABLES, find_gpus
-from heterollm.kernels.devices.kind import Opening
+from heterollm.kernels.devices.kind import Opening, Race, Seconds
 from heterollm.kernels.threads import allowed_cores, split_threads
 
 if TYPE_CHECKING:
@@ -55,37 +52,6 @@ TIMEOUT_S: Final = 60.0
 BLOCK: Final = 32
 VENDORS: Final = "/etc/OpenCL/vendors"
 VENDORS_VARIABLE: Final = "OCL_ICD_VENDORS"
-
-Seconds: TypeAlias = tuple[PositiveNumber, PositiveNumber]
-"""Times of the layer in decode and in prefill."""
-
-
-class Race(Struct, frozen=True, forbid_unknown_fields=True):
-    """The result of a race.
-
-    Args:
-        gpu: Name of the GPU.
-        gpu_s: Its times.
-        cores_s: Those of all cores; None if they have no OpenCL.
-    """
-
-    gpu: str
-    gpu_s: Seconds
-    cores_s: Seconds | None
-
-    @property
-    def is_won(self) -> bool:
-        """Whether the GPU is the faster one, in the geometric mean of decode and prefill."""
-        return self.cores_s is None or math.prod(self.cores_s) > math.prod(self.gpu_s)
-
-    def __str__(self) -> str:
-        if self.cores_s is None:
-            return f"{self.gpu} has OpenCL, and the cores of this machine have none"
-        decode, prefill = (cores / gpu for cores, gpu in zip(self.cores_s, self.gpu_s, strict=True))
-        return (
-            f"{self.gpu} computes a linear layer {decode:.3g} times as fast in decode as all cores of "
-            f"this machine, {prefill:.3g} times in prefill"
-        )
 
 
 @functools.cache

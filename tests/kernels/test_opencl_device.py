@@ -8,7 +8,7 @@ import pytest
 from heterollm.base import DeviceError
 from heterollm.kernels.devices import list_devices, open_device, opens_host
 from heterollm.kernels.devices import race as races
-from heterollm.kernels.devices.race import Race
+from heterollm.kernels.devices.kind import Race
 from heterollm.kernels.devices.runtimes import fixed_threads
 from heterollm.kernels.threads import allowed_cores
 
