@@ -21,7 +21,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import socket
 import statistics
 import subprocess
@@ -78,11 +77,7 @@ class LlamaServer(Served):
 
 def passes_of(server: Served) -> int:
     """Return the decode passes of heterollm's server so far."""
-    with server.connect() as connection:
-        connection.request("GET", "/metrics")
-        found = re.search(rb"^heterollm_decode_passes (\S+)", connection.getresponse().read(), re.MULTILINE)
-    assert found is not None
-    return int(float(found[1]))
+    return int(server.metric("heterollm_decode_passes"))
 
 
 def served(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -138,17 +138,18 @@ class Served:
         assert status == 200, (status, asked, content)
         return answer_of(content, stream=False)
 
-    def rows_of_a_pass(self) -> float:
-        """Return the mean number of answers that shared a decode pass."""
+    def metric(self, name: str) -> float:
+        """Return a number of the metrics."""
         with self.connect() as connection:
             connection.request("GET", "/metrics")
             text = connection.getresponse().read().decode()
-        passes, rows = (
-            float(found[1])
-            for name in ("passes", "rows")
-            if (found := re.search(rf"^heterollm_decode_{name} (\S+)$", text, re.MULTILINE))
-        )
-        return round(rows / passes, 2)
+        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    def rows_of_a_pass(self) -> float:
+        """Return the mean number of answers that shared a decode pass."""
+        return round(self.metric("heterollm_decode_rows") / self.metric("heterollm_decode_passes"), 2)
 
     def counts(self) -> dict[str, Any]:
         """Return memory, sessions and threads, once the server is at rest."""

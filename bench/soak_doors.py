@@ -28,6 +28,9 @@ TURN: Final = {
 }
 GRAMMAR: Final = 'start: /[a-z]{3,12}/ (", " /[0-9]{1,4}/){0,6}'
 EMBEDDINGS: Final = ("/v1/embeddings", "/api/embed")
+GREEDY: Final = {"temperature": 0}
+"""Sampling at a door without seeds."""
+
 TIERED: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 """Doors whose requests name a service tier."""
 
@@ -81,11 +84,6 @@ class _Draw:
     @property
     def said(self) -> list[dict[str, str]]:
         return [{"role": "user", "content": self.prompts[0]}]
-
-    @property
-    def greedy(self) -> dict[str, Any]:
-        """Return sampling for a door without seeds."""
-        return {"temperature": 0}
 
     def ollama(self, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - of a body
         return {"model": "soak", "options": {**self.sampling, "num_predict": self.tokens}, **more}
@@ -159,7 +157,7 @@ VARIANTS: Final[tuple[tuple[str, Callable[[_Draw], dict[str, Any]]], ...]] = (
     ),
     (
         MESSAGES,
-        lambda one: {"model": "soak", "messages": one.said, "max_tokens": one.tokens, **one.greedy},
+        lambda one: {"model": "soak", "messages": one.said, "max_tokens": one.tokens, **GREEDY},
     ),
     (
         MESSAGES,
@@ -167,7 +165,7 @@ VARIANTS: Final[tuple[tuple[str, Callable[[_Draw], dict[str, Any]]], ...]] = (
             "model": "soak",
             "messages": one.said,
             "max_tokens": 120,
-            **one.greedy,
+            **GREEDY,
             "tools": CLAUDE_TOOLS,
             "tool_choice": {"type": "any"},
         },
@@ -178,7 +176,7 @@ VARIANTS: Final[tuple[tuple[str, Callable[[_Draw], dict[str, Any]]], ...]] = (
             "model": "soak",
             "messages": one.said,
             "max_tokens": one.tokens,
-            **one.greedy,
+            **GREEDY,
             "output_config": {"format": {"type": "json_schema", "schema": SHAPE}},
         },
     ),
@@ -204,7 +202,7 @@ def requests(count: int) -> list[Asked]:
         prompts = tuple(
             TEXT * chosen.choice((0, 0, 1, 2, 8, 20)) + f"def name_{number}_{place}(" for place in range(3)
         )
-        sampling = chosen.choice(({"temperature": 0}, {"seed": number, "temperature": 0.8, "top_p": 0.9}))
+        sampling = chosen.choice((GREEDY, {"seed": number, "temperature": 0.8, "top_p": 0.9}))
         made.append(Asked(path, body(_Draw(prompts, chosen.choice(LENGTHS), sampling))))
     return made
 
