@@ -473,10 +473,6 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         ("sliding_window_size", "older name that transformers ignores"),
     ):
         yield from _one("none", name, why, readers("hidden_activation"), PUBLISHED)
-    for name in ("n_group", "topk_group"):
-        why = "a choice of experts from groups of them"
-        sparse_kinds = readers("first_k_dense_replace", "moe_shared_expert_intermediate_size", "kv_lora_rank")
-        yield from _one("refused", name, why, sparse_kinds - readers(name), neutral=(1,))
     plain = readers("global_head_dim") - readers("enable_moe_block")
     for name, why, neutral, only in (
         ("enable_moe_block", "experts beside a network", (False,), plain),
