@@ -30,6 +30,7 @@ from .session import check_ids as check_ids
 from .shadow.cold import ColdProduct as ColdProduct
 from .slot_check import step_category as step_category
 from .slots import HEAD_ROWS as HEAD_ROWS
+from .slots import SHORT_PASS as SHORT_PASS
 from .sparse.slots import score_graphs as score_graphs
 from .speculators import DraftSpeculator as DraftSpeculator
 from .speculators import longest_guessed_pass as longest_guessed_pass

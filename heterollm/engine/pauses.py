@@ -47,8 +47,8 @@ def find_pauses(steps: Sequence[Step], names: Mapping[DeviceMemory, Buffer]) -> 
             live = {rest for buffer in live for rest in _without(buffer, written)}
         live.update(buffer for buffer in step.reads if buffer.name in memories)
         if None not in (before.layer, step.layer) and before.layer != step.layer:
-            read = dict.fromkeys(buffer.name for buffer in live)
-            pauses.append(Pause(index, tuple(memories[name] for name in sorted(read))))
+            names_read = sorted({buffer.name for buffer in live})
+            pauses.append(Pause(index, tuple(memories[name] for name in names_read)))
     return tuple(reversed(pauses))
 
 

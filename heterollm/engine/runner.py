@@ -220,7 +220,7 @@ class Engine:
         self._compiler.states.limit(count)
 
     def sessions_taken(self, prompt: int, tokens: int, count: int) -> float:
-        """Return how many sessions have room for answers to a prompt; see :meth:`StateMemory`."""
+        """Return how many sessions have room for answers; see :meth:`StateMemory.sessions_taken`."""
         return self._compiler.states.sessions_taken(prompt, tokens, count)
 
     def prefill(

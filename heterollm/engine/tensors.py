@@ -59,9 +59,8 @@ class GlueTensors:
         offset = np.float32(config.norm_offset)
         self._runtime, self._weights = runtime, weights
         # The head is linear, so that its norm can scale the logits.
-        final_norm = (weights.final_norm + np.float32(config.final_norm_offset)) * np.float32(
-            config.logit_scale
-        )
+        final_norm = weights.final_norm + np.float32(config.final_norm_offset)
+        final_norm *= np.float32(config.logit_scale)
         self.final_norm: Any = self._uploaded(final_norm, weights.final_norm_bias)
         learned = weights.positions
         self.positions: Any = None if learned is None else runtime.upload(learned[:context])

@@ -27,14 +27,10 @@ class NoSessionError(DeviceError):
         fix: The next step.
     """
 
-    needed_bytes = 0
-
-    @classmethod
-    def of(cls, message: str, needed_bytes: int, fix: str) -> NoSessionError:
-        """Return the error; it crosses processes, which keeps attributes and not the arguments."""
-        made = cls(message, fix=fix)
-        made.needed_bytes = needed_bytes
-        return made
+    # The base class makes the error again in another process, and gives it its attributes afterwards.
+    def __init__(self, message: str, *, needed_bytes: int = 0, fix: str = "") -> None:
+        super().__init__(message, fix=fix)
+        self.needed_bytes = needed_bytes
 
 
 class ModelProcess:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import uvicorn
 
 from heterollm.base import GIB, OptionError, format_bytes
-from heterollm.engine import available_bytes
+from heterollm.engine import SHORT_PASS, available_bytes
 from heterollm.serve.app import Server
 from heterollm.serve.connections import ServerConfig
 from heterollm.serve.fleet import Fleet, ListedModel
@@ -30,7 +30,7 @@ from heterollm.serve.options import ServeOptions
 if TYPE_CHECKING:
     from heterollm.llm import LLM
 
-MOST_PLACES: Final = 17
+MOST_PLACES: Final = SHORT_PASS + 1
 """Sessions at once: those of a decode pass, and one for the tier ``priority``."""
 UNKNOWN_BYTES: Final = 4 * GIB
 """Memory for the sessions of several models where the system does not tell how much is available."""
@@ -204,9 +204,9 @@ def session_places(options: ServeOptions, each_bytes: int) -> int:
     allowed = _allowed_bytes(options, each_bytes)
     places = min(MOST_PLACES, allowed // each_bytes)
     if places < 1:
-        raise NoSessionError.of(
+        raise NoSessionError(
             f"One session takes {format_bytes(each_bytes)}, but {format_bytes(allowed)} are for sessions.",
-            each_bytes,
+            needed_bytes=each_bytes,
             fix="Use a smaller --context, or a larger --sessions-gib.",
         )
     return places

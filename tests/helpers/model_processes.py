@@ -33,7 +33,7 @@ def lack_memory(pipe: Connection, sessions_bytes: int) -> None:
     del pipe
     from heterollm.serve.model_process import NoSessionError
 
-    raise NoSessionError.of(f"{sessions_bytes} are too few.", 7, fix="Use a smaller --context.")
+    raise NoSessionError(f"{sessions_bytes} are too few.", needed_bytes=7, fix="Use a smaller --context.")
 
 
 def die(pipe: Connection, sessions_bytes: int) -> None:

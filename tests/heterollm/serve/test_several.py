@@ -156,7 +156,9 @@ class Process:
 
     def wait(self) -> None:
         if self.each > 1 and not self.sessions_bytes:
-            raise NoSessionError.of("One session takes more.", self.each, fix="Use a smaller --context.")
+            raise NoSessionError(
+                "One session takes more.", needed_bytes=self.each, fix="Use a smaller --context."
+            )
 
     def close(self) -> None:
         self.log.append(f"-{self.name}")
