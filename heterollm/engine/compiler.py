@@ -33,7 +33,7 @@ from heterollm.engine.merging import merge_steps
 from heterollm.engine.passes import CompiledPass
 from heterollm.engine.placed import Delta, segments_of
 from heterollm.engine.slot_check import SlotCheck
-from heterollm.engine.slots import NORMED_OUTPUTS, SHORT_PASS, is_private, lane_slot, pool_sizes
+from heterollm.engine.slots import NORMED_OUTPUTS, SHORT_PASS, chunk_sizes, is_private, lane_slot, pool_sizes
 from heterollm.engine.splits import NO_RANGES
 from heterollm.engine.state import StateMemory, kv_groups
 from heterollm.engine.step import Buffer, Step
@@ -86,7 +86,8 @@ class Compiler:
         self._runtime = device.gpu
         self._fences = fences
         self._check = SlotCheck.from_environment(device.gpu)
-        sizes = pool_sizes(self._config, weights.specs, plan, device.activation_dtype.itemsize, context)
+        item_bytes = device.activation_dtype.itemsize
+        sizes = pool_sizes(self._config, weights.specs, plan, item_bytes, context)
         self.pool = Pool(device.gpu, {slot: size for slot, size in sizes.items() if not is_private(slot)})
         self.private = {
             slot: DeviceMemory(device.gpu.scratch(size), size)
@@ -126,6 +127,11 @@ class Compiler:
         self.lanes = tuple(self._new_lane(number) for number in range(plan.lanes))
         # So passes of several sessions can run beside a chunk whose graphs the NPU computes.
         self.batch_lane = self._new_lane(plan.lanes) if plan.uses_npu else self.lanes[0]
+
+    def chunk_sizes(self, tokens: int) -> Mapping[str, int]:
+        """Return the bytes of each slot that a chunk of so many tokens uses, from its start."""
+        item_bytes = self._device.activation_dtype.itemsize
+        return chunk_sizes(self._config, self._weights.specs, self._plan, item_bytes, self._context, tokens)
 
     def _new_lane(self, number: int) -> Lane:
         slots = {slot.partition(".")[0]: None for slot in (*self.pool, *self.private)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from heterollm.base import EngineError
@@ -64,10 +64,12 @@ class CompiledPass:
         for launch in self.state_launches:
             launch.rebind()
 
-    def find_pauses(self, names: Mapping[DeviceMemory, Buffer]) -> tuple[Pause, ...]:
-        """Return the places between layers at which the pass may pause; ``names`` are those of the slots."""
+    def find_pauses(
+        self, names: Mapping[DeviceMemory, Buffer], sizes: Callable[[], Mapping[str, int]]
+    ) -> tuple[Pause, ...]:
+        """Return the places between layers at which the pass may pause; see :func:`find_pauses`."""
         if self.pauses is None:
-            self.pauses = find_pauses(self.steps, names)
+            self.pauses = find_pauses(self.steps, names, sizes())
         return self.pauses
 
     def find_windows(self, spares: dict[tuple[str, int], Spare]) -> tuple[Window, ...]:

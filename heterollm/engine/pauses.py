@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from heterollm.engine.state import is_state
 from heterollm.engine.step import Buffer, Step
 from heterollm.kernels.gpu import DeviceMemory, GpuRuntime, SharedArray
@@ -24,19 +26,22 @@ class Pause:
 
     Args:
         index: The first step behind it.
-        memories: Slots that earlier steps write and later ones read.
+        memories: Slots that earlier steps write and later ones read, and the bytes of each that the pass uses.
     """
 
     index: int
-    memories: tuple[DeviceMemory, ...]
+    memories: tuple[tuple[DeviceMemory, int], ...]
 
 
-def find_pauses(steps: Sequence[Step], names: Mapping[DeviceMemory, Buffer]) -> tuple[Pause, ...]:
+def find_pauses(
+    steps: Sequence[Step], names: Mapping[DeviceMemory, Buffer], sizes: Mapping[str, int]
+) -> tuple[Pause, ...]:
     """Return the places between the layers of a pass.
 
     Args:
         steps: The steps of the pass, of one chunk.
         names: The buffers of all slots.
+        sizes: Bytes of each slot that a pass of so many tokens uses, from its start.
     """
     memories = {buffer.name: memory for memory, buffer in names.items() if not _is_kept(buffer)}
     pauses: list[Pause] = []
@@ -48,7 +53,7 @@ def find_pauses(steps: Sequence[Step], names: Mapping[DeviceMemory, Buffer]) -> 
         live.update(buffer for buffer in step.reads if buffer.name in memories)
         if None not in (before.layer, step.layer) and before.layer != step.layer:
             names_read = sorted({buffer.name for buffer in live})
-            pauses.append(Pause(index, tuple(memories[name] for name in names_read)))
+            pauses.append(Pause(index, tuple((memories[name], sizes[name]) for name in names_read)))
     return tuple(reversed(pauses))
 
 
@@ -68,10 +73,11 @@ def _is_kept(buffer: Buffer) -> bool:
     return is_state(buffer) or buffer.name in NOT_SET_ASIDE
 
 
-def set_aside(gpu: GpuRuntime, memories: Iterable[DeviceMemory]) -> Callable[[], None]:
-    """Copy memories that the finished queue has written, and return a call that writes them back."""
+def set_aside(gpu: GpuRuntime, memories: Iterable[tuple[DeviceMemory, int]]) -> Callable[[], None]:
+    """Copy the first bytes of memories that the finished queue has written; return a call that writes them back."""
     back = tuple(
-        _shared(memory) if isinstance(memory, SharedArray) else _private(gpu, memory) for memory in memories
+        _shared(memory, size) if isinstance(memory, SharedArray) else _private(gpu, memory, size)
+        for memory, size in memories
     )
 
     def write_back() -> None:
@@ -81,21 +87,20 @@ def set_aside(gpu: GpuRuntime, memories: Iterable[DeviceMemory]) -> Callable[[],
     return write_back
 
 
-def _shared(memory: SharedArray) -> Callable[[], None]:
+def _shared(memory: SharedArray, size: int) -> Callable[[], None]:
     memory.acquire()
-    copy = memory.array.copy()
+    copy = memory.view(np.uint8, (size,)).copy()
     memory.release()
 
     def write() -> None:
         memory.acquire()
-        memory.array[...] = copy
+        memory.view(np.uint8, (size,))[...] = copy
         memory.release()
 
     return write
 
 
-def _private(gpu: GpuRuntime, memory: DeviceMemory) -> Callable[[], None]:
-    size = memory.size_bytes
+def _private(gpu: GpuRuntime, memory: DeviceMemory, size: int) -> Callable[[], None]:
     spare = gpu.scratch(size)
     gpu.copy_range(spare, memory.buffer, size)
     return lambda: gpu.copy_range(memory.buffer, spare, size)

@@ -479,7 +479,8 @@ class Engine:
             self._write_inputs(self._lanes[0], cache, tokens, position, head_row)
             pauses: tuple[Pause, ...] = ()
             if wanted is not _never and self.observer is None:
-                pauses = compiled.find_pauses(self._lanes[0].names)
+                sizes = partial(self._compiler.chunk_sizes, len(tokens))
+                pauses = compiled.find_pauses(self._lanes[0].names, sizes)
             windows = self._windows(compiled, beside, last=bool(last))
             begin = done = 0
             stops: Sequence[Pause | Window] = sorted((*pauses, *windows), key=attrgetter("index"))

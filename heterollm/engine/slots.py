@@ -109,6 +109,16 @@ def pool_sizes(
     return found
 
 
+def chunk_sizes(
+    config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, item_bytes: int, context: int, tokens: int
+) -> dict[str, int]:
+    """Return the bytes of each slot of the first lane that a chunk of so many tokens uses, from its start.
+
+    Rows follow one another in all of them. The other arguments are those of :func:`pool_sizes`.
+    """
+    return _lane_sizes(config, specs, replace(plan, chunk_length=tokens), item_bytes, context)
+
+
 def _batches(plan: Plan) -> Iterator[Plan]:
     """Yield the plan of passes of several sessions, if these have a lane of their own."""
     if plan.uses_npu:

@@ -7,7 +7,7 @@ repetition penalty, temperature, top-k (ties at the limit stay), top-p, min-p.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,8 @@ TokenIds = npt.NDArray[np.int64]
 TopTokens: TypeAlias = tuple[tuple[int, float], ...]
 """The likeliest tokens with their log-probabilities, the likeliest first."""
 
-_NUCLEUS_GUESSES = (1024, 16384)
-"""Numbers of tokens to sort first for top-p: mostly enough, and much faster than the whole vocabulary."""
+_GROUP: Final = 256
+"""Tokens whose weights are summed together, before a draw looks into one group."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -80,8 +80,7 @@ class Sampler:
             _check_top(float(scores[token]))
             return token
         ids, weights = self._candidates(logits, history)
-        cumulative = np.cumsum(weights, out=weights)
-        chosen = int(cumulative.searchsorted(self._random.random() * cumulative[-1], side="right"))
+        chosen = self._drawn(weights)
         return chosen if ids is None else int(ids[chosen])
 
     def distribution(
@@ -128,15 +127,23 @@ class Sampler:
         np.subtract(wanted, drawn_from, out=wanted)
         np.maximum(wanted, 0.0, out=wanted)
         # p may equal q but for rounding.
-        return self._chosen(wanted) if wanted.any() else guess
+        return self._drawn(wanted) if wanted.any() else guess
 
     def draw(self, logits: Logits, history: TokenIds, probabilities: npt.NDArray[np.float64]) -> int:
         """Return the next token as :meth:`sample` does, and write the probabilities of all tokens."""
-        return self._chosen(self.distribution(logits, history, probabilities))
+        return self._drawn(self.distribution(logits, history, probabilities))
 
-    def _chosen(self, weights: npt.NDArray[np.float64]) -> int:
-        cumulative = np.cumsum(weights)
-        return int(cumulative.searchsorted(self._random.random() * cumulative[-1], side="right"))
+    def _drawn(self, weights: npt.NDArray[np.float64]) -> int:
+        """Return a place, drawn by its weight."""
+        # A sum of every prefix adds one weight after the other: seven times the time of sums of groups.
+        sums = np.add.reduceat(weights, np.arange(0, len(weights), _GROUP)).cumsum()
+        wanted = min(self._random.random() * sums[-1], math.nextafter(sums[-1], 0))
+        group = int(sums.searchsorted(wanted, side="right"))
+        begin = group * _GROUP
+        own = weights[begin : begin + _GROUP]
+        place = int(own.cumsum().searchsorted(wanted - (sums[group - 1] if group else 0.0), side="right"))
+        # Rounding may lead behind the last weight.
+        return begin + (place if place < len(own) else int(own.nonzero()[0][-1]))
 
     def _change(self, logits: Logits, history: TokenIds) -> Logits:
         """Return the logits with bias and penalties; finite ones stay finite, and excluded ones excluded."""
@@ -193,25 +200,17 @@ class Sampler:
 
     def _nucleus(self, ids: TokenIds | None, top_p: float) -> TokenIds:
         """Return the fewest of ``ids`` (None for all) that reach ``top_p`` of their probability."""
-        if ids is None:
-            total = float(np.exp(self._scores, out=self._weights).sum())
-            for guess in _NUCLEUS_GUESSES:
-                if guess < len(self._scores):
-                    some, reached = self._sorted_nucleus(self._likeliest(guess), total, top_p)
-                    if reached:
-                        return some
-            ids = np.arange(len(self._scores))
-        else:
-            total = float(np.exp(self._scores[ids].astype(np.float64)).sum())
-        return self._sorted_nucleus(ids, total, top_p)[0]
-
-    def _sorted_nucleus(self, ids: TokenIds, total: float, top_p: float) -> tuple[TokenIds, bool]:
-        """Return the nucleus of ``ids`` and whether it reaches ``top_p``."""
-        scores = self._scores[ids]
-        order = np.argsort(-scores, kind="stable")
-        cumulative = np.cumsum(np.exp(scores[order].astype(np.float64))) / total
-        count = int(cumulative.searchsorted(top_p)) + 1
-        return ids[order[:count]], count <= len(ids)
+        scores = self._scores if ids is None else self._scores[ids]
+        ordered, weights = self._work[: len(scores)], self._weights[: len(scores)]
+        np.copyto(ordered, scores)
+        ordered.sort()
+        cumulative = np.exp(ordered, out=weights)[::-1]
+        np.cumsum(cumulative, out=cumulative)
+        count = min(int(cumulative.searchsorted(top_p * cumulative[-1])) + 1, len(scores))
+        least = ordered[-count]
+        above = np.flatnonzero(scores > least)
+        found = np.concatenate([above, np.flatnonzero(scores == least)[: count - len(above)]])
+        return found if ids is None else ids[found]
 
 
 class LogProbabilities:

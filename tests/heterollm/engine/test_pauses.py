@@ -136,7 +136,8 @@ def make_steps(accesses: list[tuple[list[Buffer], list[Buffer]]]) -> list[Step]:
 def test_what_later_steps_read_is_set_aside(accesses: list[tuple[list[Buffer], list[Buffer]]]) -> None:
     steps = make_steps(accesses)
     names: dict[Any, Buffer] = {slot: Buffer(slot) for slot in SLOTS}
-    pauses = {pause.index: pause.memories for pause in find_pauses(steps, names)}
+    sizes = dict.fromkeys(SLOTS, BYTES)
+    pauses = {pause.index: dict(pause.memories) for pause in find_pauses(steps, names, sizes)}
     assert list(pauses) == list(range(1, len(steps)))
 
     def run(paused: bool) -> list[bytes]:
@@ -159,4 +160,6 @@ def test_a_pause_leaves_out_what_is_written_before_it_is_read() -> None:
     a, b, c = map(Buffer, SLOTS)
     steps = make_steps([([], [a]), ([a], [b]), ([b, Buffer("c", 0, 4)], [a, c])])
     names: dict[Any, Buffer] = {slot: Buffer(slot) for slot in SLOTS}
-    assert [pause.memories for pause in find_pauses(steps, names)] == [("a", "c"), ("b", "c")]
+    sizes = {"a": 1, "b": 2, "c": 3}
+    found = [pause.memories for pause in find_pauses(steps, names, sizes)]
+    assert found == [(("a", 1), ("c", 3)), (("b", 2), ("c", 3))]

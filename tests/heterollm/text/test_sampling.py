@@ -155,14 +155,18 @@ def test_excluded_tokens_are_never_drawn():
         assert {sampler.sample(logits, np.array([5, 3])) for _ in range(60)} == {3, 70}
 
 
-def test_the_least_random_number_draws_no_excluded_token(monkeypatch):
-    class Least:
-        def random(self):
-            return 0.0
+@pytest.mark.parametrize(("number", "expected"), [(0.0, 300), (1 - 2**-53, 700), (1.0, 700)])
+def test_the_least_and_the_greatest_number_draw_no_excluded_token(number, expected):
+    """Before, between and behind the two allowed tokens lie whole groups of excluded ones."""
 
-    sampler = Sampler(SamplingOptions(temperature=1.0), 3)
-    monkeypatch.setattr(sampler, "_random", Least())
-    assert sampler.sample(np.array([-np.inf, 0, 1], np.float32), NO_HISTORY) == 1
+    class Fixed:
+        def random(self):
+            return number
+
+    logits = np.full(1500, -np.inf, np.float32)
+    logits[[300, 700]] = 0.0, 1e-3
+    sampler = Sampler(SamplingOptions(temperature=1.0), len(logits), Fixed())
+    assert sampler.sample(logits, NO_HISTORY) == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
