@@ -26,7 +26,7 @@ class Pause:
 
     Args:
         index: The first step behind it.
-        memories: Slots that earlier steps write and later ones read, and the bytes of each that the pass uses.
+        memories: Slots that earlier steps write and later ones read, with the bytes that the pass uses.
     """
 
     index: int
@@ -74,7 +74,7 @@ def _is_kept(buffer: Buffer) -> bool:
 
 
 def set_aside(gpu: GpuRuntime, memories: Iterable[tuple[DeviceMemory, int]]) -> Callable[[], None]:
-    """Copy the first bytes of memories that the finished queue has written; return a call that writes them back."""
+    """Copy the first bytes of memories, behind all kernels, and return a call that writes them back."""
     back = tuple(
         _shared(memory, size) if isinstance(memory, SharedArray) else _private(gpu, memory, size)
         for memory, size in memories
