@@ -144,7 +144,7 @@ class ServedPrompt(PromptTask):
         self.activity.decode_s += seconds
         self.activity.decode_tokens += len(steps)
         for step in steps:
-            self.channel.put(StepOf(self.first + number, step))
+            self.channel.put(StepOf(self.first + number, step), urgent=False)
         result = self.answers[number].result
         if result is not None:
             is_last = all(answer.result is not None for answer in self.answers)

@@ -25,7 +25,7 @@ from heterollm.serve.about import About
 from heterollm.serve.admission import Admission
 from heterollm.serve.answers import ServedPrompt
 from heterollm.serve.asking import AnswerRequest
-from heterollm.serve.channel import Channel
+from heterollm.serve.channel import LARGE_BATCH, Channel
 from heterollm.serve.defaults import RequestDefaults
 from heterollm.serve.doors import (
     anthropic,
@@ -240,7 +240,7 @@ class Server:
                 param="n",
             )
         answer = reply(self._llm, self._options.name, asked)
-        channel = Channel(self._scheduler.wake)
+        channel = Channel(self._scheduler.wake, 1 if asked.stream else LARGE_BATCH)
         tasks = self._start(asked, _owner(request, asked), channel)
         exchange = Exchange(request, channel, len(tasks), functools.partial(self._end, tasks))
         if asked.stream:

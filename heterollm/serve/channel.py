@@ -10,18 +10,23 @@ from typing import Any, Final
 MOST_EVENTS: Final = 64
 """Events after which the engine waits for the reader."""
 
+LARGE_BATCH: Final = MOST_EVENTS // 2
+"""Events for which a reader that needs the end is woken: a wake for each would take time from the kernels."""
+
 
 class Channel:
     """Takes events on the engine thread and gives them to a coroutine.
 
     Args:
+        batch: Events for which the reader is woken, unless one is urgent.
         wake: Called after each read. The engine may have found the channel full at any moment of it, so
             that no count of the reader's tells whether the engine waits.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], batch: int = 1) -> None:
         self._loop = asyncio.get_running_loop()
         self._wake = wake
+        self._batch = batch
         self._events: deque[Any] = deque()
         self._filled = asyncio.Event()
         self._signalled = False
@@ -32,10 +37,10 @@ class Channel:
         """Whether the engine has to wait."""
         return len(self._events) >= MOST_EVENTS
 
-    def put(self, event: Any, /) -> None:  # noqa: ANN401 - steps, results, errors
+    def put(self, event: Any, /, *, urgent: bool = True) -> None:  # noqa: ANN401 - steps, results, errors
         """Add an event, on the engine thread."""
         self._events.append(event)
-        if not self._signalled:
+        if not self._signalled and (urgent or len(self._events) >= self._batch):
             self._signalled = True
             try:
                 self._loop.call_soon_threadsafe(self._filled.set)

@@ -7,6 +7,7 @@ repetition penalty, temperature, top-k (ties at the limit stay), top-p, min-p.
 from __future__ import annotations
 
 import math
+import threading
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -26,6 +27,24 @@ _GROUP: Final = 256
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 """Smallest temperature: a smaller one is 0 in float32, and this one leaves the likeliest tokens alone."""
+
+
+class _Scratch(threading.local):
+    """Arrays of a thread, for one call of a sampler at a time: those of many answers would leave the caches."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, tuple[Logits, Logits, npt.NDArray[np.float64]]] = {}
+
+    def of(self, size: int) -> tuple[Logits, Logits, npt.NDArray[np.float64]]:
+        """Return scores, a copy of them and weights of so many tokens."""
+        found = self._arrays.get(size)
+        if found is None:
+            kinds = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float64)
+            found = self._arrays[size] = kinds
+        return found
+
+
+_SCRATCH: Final = _Scratch()
 
 
 class Sampler:
@@ -54,9 +73,7 @@ class Sampler:
         self._biased = np.array(list(biases), np.int64)
         self._bias = np.array(list(biases.values()), np.float64)
         self._changed = options.is_penalized or bool(biases)
-        self._scores = np.empty(vocab_size if self._changed or not self._greedy else 0, np.float32)
-        self._work = np.empty(0 if self._greedy else vocab_size, np.float32)
-        self._weights = np.empty(0 if self._greedy else vocab_size, np.float64)
+        self._vocab_size = vocab_size
         self._wanted: npt.NDArray[np.float64] | None = None
 
     @property
@@ -75,7 +92,10 @@ class Sampler:
             EngineError: A logit is NaN or +∞, or all are −∞.
         """
         if self._greedy:
-            scores = self._change(logits, history) if self._changed else logits
+            scores = logits
+            if self._changed:
+                self._take_arrays()
+                scores = self._change(logits, history)
             token = int(scores.argmax())
             _check_top(float(scores[token]))
             return token
@@ -145,6 +165,10 @@ class Sampler:
         # Rounding may lead behind the last weight.
         return begin + (place if place < len(own) else int(own.nonzero()[0][-1]))
 
+    def _take_arrays(self) -> None:
+        """Use the arrays of this thread until the end of the call."""
+        self._scores, self._work, self._weights = _SCRATCH.of(self._vocab_size)
+
     def _change(self, logits: Logits, history: TokenIds) -> Logits:
         """Return the logits with bias and penalties; finite ones stay finite, and excluded ones excluded."""
         options, scores = self._options, self._scores
@@ -170,13 +194,15 @@ class Sampler:
     ) -> tuple[TokenIds | None, npt.NDArray[np.float64]]:
         """Return the ids that pass the filters (None for all) and their unnormalised probabilities."""
         options = self._options
-        self._change(logits, history)
-        top = float(self._scores.max())
+        self._take_arrays()
+        changed = self._change(logits, history) if self._changed else logits
+        top = float(changed.max())
         _check_top(top)
         # Relative to the likeliest token, so that small temperatures cannot overflow.
         with np.errstate(over="ignore"):
-            np.subtract(self._scores, np.float32(top), out=self._scores)
-            np.divide(self._scores, max(options.temperature, _SMALLEST), out=self._scores)
+            np.subtract(changed, np.float32(top), out=self._scores)
+            if options.temperature != 1:
+                np.divide(self._scores, max(options.temperature, _SMALLEST), out=self._scores)
         floor = math.log(options.min_p) if options.min_p > 0 else -math.inf
         ids: TokenIds | None = None
         if 0 < options.top_k < len(logits):

@@ -328,13 +328,15 @@ class ChannelTask(PromptTask):
 
     def put(self, _number: int, steps: Sequence[Any], _seconds: float) -> None:
         for step in steps:
-            self.channel.put(step)
+            self.channel.put(step, urgent=step == EVENTS - 1)
 
     copy_session: Any = None
     read = fail = close = lambda *_: None
 
 
-def program_of(kind: type[Channel], monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], Callable[[], bool]]:
+def program_of(
+    kind: type[Channel], monkeypatch: pytest.MonkeyPatch, batch: int = 1
+) -> Callable[[Run], Callable[[], bool]]:
     """Return a program with one task: a reader, and the engine thread."""
 
     def program(run: Run) -> Callable[[], bool]:
@@ -358,7 +360,7 @@ def program_of(kind: type[Channel], monkeypatch: pytest.MonkeyPatch) -> Callable
             patch.setattr(thread_room, "queue", queues)
             patch.setattr(channel_room, "asyncio", loop)
             scheduler = Scheduler(EngineThread(), lambda: 0.0, RowLimits(1, 1))
-            channel = kind(scheduler.wake)
+            channel = kind(scheduler.wake, batch)
         scheduler.add(ChannelTask(channel))
 
         async def read() -> None:
@@ -391,8 +393,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_room, "MOST_EVENTS", 2)
 
 
-def test_no_order_of_reader_and_engine_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = explore(program_of(Channel, monkeypatch), watched(Channel), PREEMPTIONS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_no_order_of_reader_and_engine_waits_for_ever(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = explore(program_of(Channel, monkeypatch, batch), watched(Channel), PREEMPTIONS)
     assert runs > 200
 
 
