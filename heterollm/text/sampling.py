@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -119,7 +119,8 @@ class Sampler:
             result[self.sample(logits, history)] = 1
             return result
         ids, weights = self._candidates(logits, history)
-        result[slice(None) if ids is None else ids] = weights / weights.sum()
+        result[slice(None) if ids is None else ids] = weights
+        result /= result.sum()
         return result
 
     def accept(
@@ -153,15 +154,15 @@ class Sampler:
         """Return the next token as :meth:`sample` does, and write the probabilities of all tokens."""
         return self._drawn(self.distribution(logits, history, probabilities))
 
-    def _drawn(self, weights: npt.NDArray[np.float64]) -> int:
+    def _drawn(self, weights: npt.NDArray[np.floating[Any]]) -> int:
         """Return a place, drawn by its weight."""
         # A sum of every prefix adds one weight after the other: seven times the time of sums of groups.
-        sums = np.add.reduceat(weights, np.arange(0, len(weights), _GROUP)).cumsum()
+        sums = np.add.reduceat(weights, np.arange(0, len(weights), _GROUP)).cumsum(dtype=np.float64)
         wanted = min(self._random.random() * sums[-1], math.nextafter(sums[-1], 0))
         group = int(sums.searchsorted(wanted, side="right"))
         begin = group * _GROUP
         own = weights[begin : begin + _GROUP]
-        place = int(own.cumsum().searchsorted(wanted - (sums[group - 1] if group else 0.0), side="right"))
+        place = int(own.cumsum(dtype=np.float64).searchsorted(wanted - (sums[group - 1] if group else 0.0), side="right"))
         # Rounding may lead behind the last weight.
         return begin + (place if place < len(own) else int(own.nonzero()[0][-1]))
 
@@ -191,7 +192,7 @@ class Sampler:
 
     def _candidates(
         self, logits: Logits, history: TokenIds
-    ) -> tuple[TokenIds | None, npt.NDArray[np.float64]]:
+    ) -> tuple[TokenIds | None, npt.NDArray[np.floating[Any]]]:
         """Return the ids that pass the filters (None for all) and their unnormalised probabilities."""
         options = self._options
         self._take_arrays()
@@ -212,7 +213,7 @@ class Sampler:
         elif ids is None and floor > -math.inf:
             ids = np.flatnonzero(self._scores >= floor)
         if ids is None:
-            return None, np.exp(self._scores, out=self._weights)
+            return None, np.exp(self._scores, out=self._scores)
         chosen = self._scores[ids].astype(np.float64)
         keep = chosen >= floor
         return ids[keep], np.exp(chosen[keep])
