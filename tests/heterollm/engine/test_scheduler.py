@@ -39,18 +39,20 @@ class World:
         self.now_s += PASS_S + self.row_s * (len(self.turns[-1]) - 1)
         if self.fails:
             raise GraphError("the device is gone")
+        for answer, own in zip(answers, ids, strict=True):
+            answer.position += np.size(own)
         return [np.zeros(len(own)) for own in names]
 
 
 class Stub:
     """An answer and its session; guesses, if it expects some to be right, are all right."""
 
-    prepared_s, position = 0.0, 0
+    prepared_s = 0.0
 
     def __init__(self, world: World, name: str, tokens: int, layers: int, *, chance: float = 0.0) -> None:
         self.world, self.name, self.guesses = world, name, chance > 0
         self._offer = GuessOffer(GuessPace([1.0] * 16, (chance,)), 0, 15) if chance else None
-        self.rest, self.held, self.last_logits = range(64 * layers), 0, np.zeros(1)
+        self.rest, self.position, self.held, self.last_logits = range(64 * layers), 0, 0, np.zeros(1)
         self.result: str | None = None
         self.times_s: list[float] = []
         self.breaks_at: int | None = None
@@ -71,10 +73,14 @@ class Stub:
     def accept(self, logits: np.ndarray) -> tuple[int, ...]:
         if len(self.times_s) == self.breaks_at:
             raise ValueError("no token is allowed")
+        self.held += len(logits) if self.times_s else 0  # the session does not hold the last token
         self.times_s.append(self.world.now_s)
         self._left -= len(logits)
         self.result = None if self._left > 0 else "length"
         return (1,) * len(logits)
+
+    def truncate(self, position: int) -> None:
+        self.position = position
 
     def prefill_in_turns(
         self, _ids: object, wanted: Callable[[float], bool], _beside: None
@@ -232,13 +238,17 @@ def test_no_answer_waits_long_for_prompts(
     assert 2.5 < prompts[-1].times_s[0] < 3.5
 
 
-def test_a_broken_answer_ends_its_task_alone(world: World, run: Callable[..., Scheduler]) -> None:
-    a, b, c, d = (Stub(world, name, 5, 1) for name in "abcd")
+@pytest.mark.parametrize("chance", [0.0, 0.9])
+def test_a_broken_answer_ends_its_task_alone(
+    chance: float, world: World, run: Callable[..., Scheduler]
+) -> None:
+    a, b, c, d = (Stub(world, name, 5, 1, chance=chance * (name == "c")) for name in "abcd")
     b.breaks_at = 2
     broken, others = Task(b, c), (Task(a), Task(d))
     run(broken, *others)
     assert broken.errors == ["no token is allowed"]
     assert c.result == "cancelled"
+    assert c.position == c.held  # without the tokens of the pass in which the other one broke
     assert [len(one.times_s) for one in (a, d)] == [5, 5]
     assert not any(task.errors for task in others)
     assert world.turns[-1] == "ad"
