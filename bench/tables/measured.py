@@ -441,6 +441,33 @@ def guessed_passes() -> Lines:
             yield ("runs graphs", *("yes" if row["npu"] else "no" for row in found))
 
 
+REQUESTS: Final = (1, 2, 4, 8, 16)
+TOGETHER: Final = f"{' | '.join(map(str, REQUESTS))} | 8 / 1"
+
+
+def _together(title: str, **asked: object) -> list[str]:
+    """Return a line of the rates of so many requests at once, of the newest rows that have these values."""
+    rates = [last("shared_passes", requests=count, **asked)["tokens_per_s"] for count in REQUESTS]
+    gain = rates[REQUESTS.index(8)] / rates[0]
+    return [title, *(f"{rate:.1f}" for rate in rates), f"{gain:.2f}"]
+
+
+@table("server", "requests together", f"engine and plan, measured on 2 cores | {TOGETHER}")
+def together() -> Lines:
+    """Yield the tokens a second of answers that share passes, beside llama.cpp's."""
+    rows = [row for row in rows_of("shared_passes") if "engine" in row]
+    for engine, plan in values_of(rows, "engine", "plan"):
+        title = f"`{plan}`" if engine == "heterollm" else f"{engine}, beside `{plan}`"
+        yield _together(title, engine=engine, plan=plan)
+
+
+@table("server", "requests together, simulated", f"plan, simulated | {TOGETHER}")
+def together_simulated() -> Lines:
+    """Yield the tokens a second of passes of Llama-3-8B on a simulated phone."""
+    for plan in values_of([row for row in rows_of("shared_passes") if "soc" in row], "plan"):
+        yield _together(f"`{plan}`", soc="snapdragon-8gen3", plan=plan)
+
+
 def _latest(kind: str, *keys: str) -> dict[tuple[str, ...], list[Row]]:
     """Return the rows of the last run of each combination of values; a bench that ran again appends."""
     own = having("speculation", kind=kind)

@@ -71,13 +71,13 @@ class HostClock:
 
 
 def lower_timer_slack() -> bool:
-    """Lower the calling thread's timer slack on Linux; return whether that worked.
+    """Lower the calling thread's timer slack on Linux and Android; return whether that worked.
 
     The default lets a thread wake up to 50 us late.
     """
     if not hasattr(_slack, "lowered"):
         _slack.lowered = False
-        if sys.platform == "linux":
+        if sys.platform in ("linux", "android"):
             try:
                 _slack.lowered = ctypes.CDLL(None).prctl(SET_TIMER_SLACK, 1, 0, 0, 0) == 0
             except (OSError, AttributeError):

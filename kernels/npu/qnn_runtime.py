@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -28,7 +29,13 @@ from heterollm.kernels.npu.session import runtime_errors, session_options
 PROVIDER = "QNNExecutionProvider"
 
 EMULATOR_PLATFORMS = {("Linux", "x86_64")}
-HEXAGON_PLATFORMS = {("Linux", "aarch64"), ("Windows", "ARM64")}
+HEXAGON_PLATFORMS = {("Linux", "aarch64"), ("Android", "aarch64"), ("Windows", "ARM64")}
+
+LIBRARY_VARIABLE: Final = "HETEROLLM_QNN_LIBRARY"
+"""Names the library of the provider where no wheel has it, as on Android; QNN's libraries lie beside it."""
+
+SKEL_VARIABLE: Final = "ADSP_LIBRARY_PATH"
+"""Names the folders in which a Hexagon looks for its own libraries."""
 
 UNPLACED = "assigned to the default CPU EP"
 """Text in ONNX Runtime's refusal of a graph that the provider did not take as a whole."""
@@ -64,14 +71,18 @@ def qnn_available(*, emulator: bool) -> tuple[bool, str, str]:
         text = f"The HTP emulator exists for x86-64 Linux only, not {where}."
         return False, text, "Use the host device."
     if not emulator and machine not in HEXAGON_PLATFORMS:
-        text = f"Hexagon NPUs are reached from Windows on Arm or 64-bit Arm Linux, not {where}."
+        text = f"Hexagon NPUs are reached from Windows on Arm, 64-bit Arm Linux or Android, not {where}."
         return False, text, "Use the emulator or host device here."
-    for package in ("onnxruntime", "onnxruntime_qnn"):
+    try:
+        library = stated_library()
+    except DeviceError as error:
+        return False, error.message, error.fix
+    for package in ("onnxruntime",) if library else ("onnxruntime", "onnxruntime_qnn"):
         if importlib.util.find_spec(package) is None:
             name = package.replace("_", "-")
             command = _install_command() if package == "onnxruntime_qnn" else f"pip install {name}"
             return False, f"{name} is not installed.", f"Run `{command}` (CPython 3.11 to 3.14)."
-    version = importlib.metadata.version("onnxruntime-qnn")
+    version = library or importlib.metadata.version("onnxruntime-qnn")
     if not emulator:
         try:
             _provider_device(emulator=False)
@@ -86,15 +97,46 @@ def _install_command() -> str:
     return "pip install onnxruntime-qnn" if hexagon else "pip install 'heterollm[emulator]'"
 
 
+def stated_library() -> Path | None:
+    """Return the library of the provider that the environment names; None for that of onnxruntime-qnn.
+
+    Raises:
+        DeviceError: There is no such file.
+    """
+    stated = os.environ.get(LIBRARY_VARIABLE)
+    if not stated:
+        return None
+    path = Path(stated).expanduser().absolute()
+    if not path.is_file():
+        raise DeviceError(
+            f"{LIBRARY_VARIABLE} names {stated}, which is no file.",
+            fix="Name libonnxruntime_providers_qnn.so, with QNN's libraries beside it, or unset the variable.",
+        )
+    return path
+
+
+def _libraries_digest(provider: Path) -> str:
+    """Return what changes with the provider's library, or with those beside it by name and size."""
+    beside = sorted((own.name, own.stat().st_size) for own in provider.parent.iterdir() if own.is_file())
+    return hashlib.sha256(provider.read_bytes() + repr(beside).encode()).hexdigest()[:16]
+
+
 @functools.cache
 def qnn_versions() -> dict[str, str]:
     """Return the versions of ONNX Runtime, of the QNN provider and of the SDK that it was built with.
 
+    A library that the environment names tells neither; its bytes stand for both.
+
     Raises:
-        DeviceError: A package cannot be imported.
+        DeviceError: A package cannot be imported, or there is no such library.
     """
+    library = stated_library()
     with _importing():
         import onnxruntime
+    if library is not None:
+        digest = f"library {_libraries_digest(library)}"
+        return {"onnxruntime": onnxruntime.__version__, "onnxruntime-qnn": digest, "qairt": "unknown"}
+    with _importing():
         from onnxruntime_qnn import build_and_package_info
 
     return {
@@ -260,14 +302,21 @@ def provider_metadata() -> tuple[str, ...]:
 @functools.cache
 def _provider_device(*, emulator: bool) -> Any:  # noqa: ANN401 - onnxruntime ships no types
     """Register the provider once per process and return the device to run on."""
+    library = stated_library()
     with _importing():
         import onnxruntime
-        import onnxruntime_qnn
+
+        if library is None:
+            import onnxruntime_qnn
+
+            library = Path(onnxruntime_qnn.get_library_path())
+        elif not emulator:
+            os.environ.setdefault(SKEL_VARIABLE, str(library.parent))
 
     onnxruntime.set_default_logger_severity(4)
     try:
         if not any(device.ep_name == PROVIDER for device in onnxruntime.get_ep_devices()):
-            onnxruntime.register_execution_provider_library(PROVIDER, onnxruntime_qnn.get_library_path())
+            onnxruntime.register_execution_provider_library(PROVIDER, str(library))
         devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == PROVIDER]
     except runtime_errors() as error:
         raise DeviceError(

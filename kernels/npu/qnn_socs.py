@@ -12,6 +12,8 @@ import contextlib
 import importlib
 import platform
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,12 @@ from heterollm.kernels.npu.qnn_runtime import provider_metadata
 SOC_FOLDER: Final = Path("/sys/devices/soc0")
 DEVICE_TREE: Final = Path("/proc/device-tree/compatible")
 PROCESSOR_KEY: Final = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+
+ANDROID_PROPERTIES: Final = "getprop"
+"""Android's program that prints a property of the system."""
+
+PROPERTY_S: Final = 5.0
+"""Time that it has."""
 
 FEWEST_BLOCK_ARCHITECTURE: Final = 69
 """Oldest Hexagon that runs MatMulNBits: QNN refuses it elsewhere ("expected >= 69")."""
@@ -128,6 +136,8 @@ def _system_texts() -> Iterator[str]:
     """Yield texts of the system that may name the chip, the most reliable first."""
     if platform.system() == "Windows":
         yield from _registry_name()
+    if hasattr(sys, "getandroidapilevel"):  # Python before 3.13 calls Android Linux
+        yield from _android_property("ro.soc.model")
     with contextlib.suppress(OSError):
         yield (SOC_FOLDER / "machine").read_text("ascii", "replace").strip()
     with contextlib.suppress(OSError, ValueError):
@@ -137,6 +147,13 @@ def _system_texts() -> Iterator[str]:
         # The board's name comes first, the chip's last.
         yield " ".join(reversed(DEVICE_TREE.read_text("ascii", "replace").strip("\0").split("\0")))
     yield platform.processor()
+
+
+def _android_property(name: str) -> Iterator[str]:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = [ANDROID_PROPERTIES, name]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=PROPERTY_S, check=True)  # noqa: S603
+        yield found.stdout.strip()
 
 
 def _registry_name() -> Iterator[str]:

@@ -1,6 +1,7 @@
 import gc
 import json
 import logging
+import os
 import subprocess
 import sys
 import weakref
@@ -13,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from heterollm.base import CacheError, DeviceError, GraphError
 from heterollm.kernels.formats import linear_errors, quantize
-from heterollm.kernels.npu import LinearShape, LinearShard, QnnNpu, qnn_available
+from heterollm.kernels.npu import LinearShape, LinearShard, QnnNpu, qnn_available, qnn_runtime
 from heterollm.kernels.npu.qnn_binaries import temporary_graphs
 from heterollm.kernels.npu.qnn_compile import compile_graph
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
@@ -59,6 +60,60 @@ class TestWithoutQnn:
         monkeypatch.setattr("platform.system", lambda: "Linux")
         with pytest.raises(DeviceError, match="Windows on Arm"):
             QnnNpu(emulator=False)
+
+
+    def test_a_stated_library_that_is_not_there_is_named(self, monkeypatch):
+        monkeypatch.setenv(qnn_runtime.LIBRARY_VARIABLE, "/nowhere/libqnn.so")
+        monkeypatch.setattr("platform.machine", lambda: "aarch64")
+        monkeypatch.setattr("platform.system", lambda: "Android")
+        usable, reason, fix = qnn_available(emulator=False)
+        assert not usable
+        assert "HETEROLLM_QNN_LIBRARY names /nowhere/libqnn.so" in reason
+        assert "libonnxruntime_providers_qnn.so" in fix
+
+    def test_an_android_with_the_library_needs_no_wheel(self, monkeypatch, tmp_path):
+        """The Hexagon finds its own libraries beside the provider's, unless the user says where."""
+        library = tmp_path / "libonnxruntime_providers_qnn.so"
+        library.write_bytes(b"no library")
+        monkeypatch.setenv(qnn_runtime.LIBRARY_VARIABLE, str(library))
+        monkeypatch.delenv(qnn_runtime.SKEL_VARIABLE, raising=False)
+        monkeypatch.setattr("platform.machine", lambda: "aarch64")
+        monkeypatch.setattr("platform.system", lambda: "Android")
+        monkeypatch.setitem(sys.modules, "onnxruntime_qnn", None)
+        qnn_runtime._provider_device.cache_clear()
+        monkeypatch.setattr("onnxruntime.get_ep_devices", list)
+        usable, reason, _ = qnn_available(emulator=False)
+        assert not usable
+        assert "The QNN library does not load" in reason
+        assert os.environ[qnn_runtime.SKEL_VARIABLE] == str(tmp_path)
+
+
+FROM_A_FOLDER = """
+import json, sys
+sys.modules["onnxruntime_qnn"] = None
+from heterollm.kernels.npu import QnnNpu
+
+npu = QnnNpu(emulator=True)
+npu.self_test()
+print(json.dumps(npu.versions()))
+"""
+
+
+@pytest.mark.emulator
+@pytest.mark.skipif(not USABLE, reason=REASON)
+def test_the_library_may_lie_in_any_folder(tmp_path, cache_folder):
+    import onnxruntime_qnn
+
+    package, libraries = Path(onnxruntime_qnn.__file__).parent, tmp_path / "libraries"
+    libraries.mkdir()
+    for file in package.glob("*.so"):
+        (libraries / file.name).symlink_to(file)
+    (tmp_path / "onnxruntime_qnn.libs").symlink_to(package.with_name("onnxruntime_qnn.libs"))
+    provider = libraries / "libonnxruntime_providers_qnn.so"
+    environment = os.environ | {qnn_runtime.LIBRARY_VARIABLE: str(provider)}
+    command = [sys.executable, "-P", "-c", FROM_A_FOLDER]
+    made = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(made.stdout)["onnxruntime-qnn"].startswith("library ")
 
 
 @pytest.fixture

@@ -22,7 +22,9 @@ needs_qnn = pytest.mark.skipif(not USABLE, reason=REASON)
 def machine(monkeypatch, tmp_path):
     """Make this machine one that names its chip in some places, and nowhere else."""
 
-    def make(*, system="Linux", metadata=None, registry=None, tree=None, processor="", **soc0):
+    def make(
+        *, system="Linux", metadata=None, registry=None, android=None, tree=None, processor="", **soc0
+    ):
         for name, text in soc0.items():
             (tmp_path / name).write_text(f"{text}\n")
         if tree is not None:
@@ -50,6 +52,12 @@ def machine(monkeypatch, tmp_path):
                 raise FileNotFoundError
             return Key()
 
+        program = tmp_path / "getprop"
+        program.write_text(f"#!/bin/sh\n[ $1 = ro.soc.model ] && {android or 'exit 1'}\n")
+        program.chmod(0o700)
+        monkeypatch.setattr(qnn_socs, "ANDROID_PROPERTIES", str(program))
+        if android is not None:
+            monkeypatch.setattr(sys, "getandroidapilevel", lambda: 34, raising=False)
         winreg = SimpleNamespace(HKEY_LOCAL_MACHINE=0, OpenKey=open_key, QueryValueEx=query)
         monkeypatch.setitem(sys.modules, "winreg", winreg)
         monkeypatch.setattr(qnn_socs, "provider_metadata", stated)
@@ -88,6 +96,10 @@ ARM = "ARMv8 (64-bit) Family 8 Model 1 Revision 201, Qualcomm Technologies Inc"
         ({"tree": "lenovo,yoga-slim7x\0qcom,x1e80100", "processor": "aarch64"}, "60"),
         ({"tree": "radxa,dragon-q6a\0qcom,qcm6490"}, "93"),
         ({"machine": "MSM8998", "soc_id": "292"}, "MSM8998"),
+        ({"android": "echo SM8650", "system": "Android", "machine": "PINEAPPLE"}, "57"),
+        ({"android": "echo SM8750P"}, "69"),
+        ({"android": "exit 1", "machine": "SM8650"}, "57"),
+        ({"android": "echo"}, "aarch64"),
         ({"machine": "", "soc_id": "x", "processor": ""}, "aarch64"),
         ({}, "aarch64"),
     ],
