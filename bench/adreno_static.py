@@ -31,6 +31,7 @@ from conditions import script_parser
 
 sys.path.insert(0, str(Path(__file__).parent))
 from adreno_programs import Program, programs
+from debian import unpack
 
 DRIVER: Final = Path(__file__).with_name("adreno_driver.py")
 RESULTS: Final = Path(__file__).parent / "results" / "adreno_static.json"
@@ -115,54 +116,9 @@ def prepare(folder: Path) -> None:
     if shutil.which("qemu-aarch64-static") is None:
         _run(["apt-get", "install", "-y", "--no-install-recommends", "qemu-user-static"])
     if not (folder / "root" / SHIM).exists():
-        _unpack(folder, "arm64", folder / "root", ARM_PACKAGES)
+        unpack(folder, "arm64", folder / "root", ARM_PACKAGES)
     if not (folder / "root-llvm" / TRANSLATOR).exists():
-        _unpack(folder, "amd64", folder / "root-llvm", HOST_PACKAGES)
-
-
-def _unpack(folder: Path, architecture: str, root: Path, packages: Sequence[str]) -> None:
-    """Unpack packages of Debian trixie with all that they depend on, by an apt that knows of no others."""
-    apt = folder / f"apt-{architecture}"
-    for name in ("state/lists/partial", "cache/archives/partial", "etc/apt.conf.d", "etc/preferences.d"):
-        (apt / name).mkdir(parents=True, exist_ok=True)
-    (apt / "etc/trusted.gpg.d").mkdir(exist_ok=True)
-    (apt / "state/status").touch()
-    own = [Path("/etc/apt/sources.list"), Path("/etc/apt/sources.list.d/debian.sources")]
-    lines = "\n".join(path.read_text() for path in own if path.exists()).splitlines()
-    # A comment may name another archive, which need not be in reach.
-    text = "\n".join(line for line in lines if not line.startswith("#"))
-    mirror = (
-        found.group()
-        if (found := re.search(r"https?://\S*/debian\b", text))
-        else "http://deb.debian.org/debian"
-    )
-    keys = "/usr/share/keyrings/debian-archive-keyring.gpg"
-    (apt / "etc/sources.list").write_text(
-        f"deb [arch={architecture} signed-by={keys}] {mirror} trixie main\n"
-    )
-    settings = {
-        "Dir::State": apt / "state",
-        "Dir::State::status": apt / "state/status",
-        "Dir::Cache": apt / "cache",
-        "Dir::Etc": apt / "etc",
-        "Dir::Etc::sourceparts": "/dev/null",
-        "APT::Architecture": architecture,
-        "APT::Install-Recommends": "false",
-        "APT::Sandbox::User": "root",
-    }
-    lines = [f'{name} "{value}";' for name, value in settings.items()]
-    (apt / "apt.conf").write_text("\n".join([*lines, f'APT::Architectures {{"{architecture}";}};']))
-    environment = os.environ | {"APT_CONFIG": str(apt / "apt.conf")}
-    _run(["apt-get", "-qq", "update"], env=environment)
-    command = ["apt-get", "-qq", "-y", "--download-only", "install", *packages]
-    _run(command, env=environment)
-    for name in ("lib", "bin", "sbin", "lib64"):
-        (root / "usr" / name).mkdir(parents=True, exist_ok=True)
-        if not (root / name).is_symlink():
-            (root / name).symlink_to(f"usr/{name}")
-    (root / "w").mkdir(exist_ok=True)
-    for package in (apt / "cache/archives").glob("*.deb"):
-        _run(["dpkg-deb", "-x", str(package), str(root)])
+        unpack(folder, "amd64", folder / "root-llvm", HOST_PACKAGES)
 
 
 def _modules(program: Program, root: Path) -> list[str]:
