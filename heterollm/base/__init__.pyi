@@ -26,6 +26,7 @@ from .errors import CheckpointError as CheckpointError
 from .errors import ContextError as ContextError
 from .errors import DeviceError as DeviceError
 from .errors import EngineError as EngineError
+from .errors import ExportError as ExportError
 from .errors import FenceError as FenceError
 from .errors import GrammarError as GrammarError
 from .errors import GraphError as GraphError
@@ -65,7 +66,9 @@ from .own_files import delete_quietly as delete_quietly
 from .own_files import is_plain_name as is_plain_name
 from .own_files import make_own_folder as make_own_folder
 from .own_files import make_parent as make_parent
+from .own_files import delete_left as delete_left
 from .own_files import own_entries as own_entries
+from .own_files import own_tree as own_tree
 from .own_files import scratch_folder as scratch_folder
 from .processes import CONTEXT as CONTEXT
 from .processes import GRACE_S as GRACE_S

@@ -22,12 +22,15 @@ from .blocks import MixtureBlock as MixtureBlock
 from .blocks import Norm as Norm
 from .blocks import ShortConvBlock as ShortConvBlock
 from .channel_file import ChannelFile as ChannelFile
+from .checkpoint import EXPORTED as EXPORTED
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import checkpoint_folder as checkpoint_folder
 from .config import ModelConfig as ModelConfig
 from .convert import Conversion as Conversion
 from .convert import convert_model as convert_model
 from .expert_layout import expert_specs as expert_specs
+from .exported_checkpoint import ExportedCheckpoint as ExportedCheckpoint
+from .exported_checkpoint import write_floats as write_floats
 from .expert_reader import ExpertReader as ExpertReader
 from .hub import pull_model as pull_model
 from .known import KNOWN_MODELS as KNOWN_MODELS
@@ -62,5 +65,7 @@ from .tensor_file import checksums as checksums
 from .tensor_file import layout_tensors as layout_tensors
 from .tensor_file import written_tensors as written_tensors
 from .weights import ModelWeights as ModelWeights
+from .weights import exported_weights as exported_weights
 from .weights import load_weights as load_weights
+from .weights import read_floats as read_floats
 from .weights import shape_only_weights as shape_only_weights

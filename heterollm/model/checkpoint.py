@@ -63,6 +63,9 @@ BARE: Final = "model."
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+EXPORTED: Final = "heterollm.json"
+"""The file that makes a folder an exported model (:mod:`heterollm.exported`)."""
+
 LISTED_NAMES = 3
 ALIKE = 0.85
 """Likeness from which on a name is a misspelt one of the bundled model."""
@@ -116,6 +119,11 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
 
 def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
     """Return the error of a file, or of a folder without weights; it names another format found there."""
+    if (path / EXPORTED).is_file():
+        return CheckpointError(
+            f"{path} is an exported model, which has no weights of a checkpoint.",
+            fix="Give the checkpoint that it was made from; `generate`, `chat` and `serve` take the folder.",
+        )
     return foreign_format(path) or CheckpointError(f"{path} {lack}", fix=fix)
 
 
@@ -257,6 +265,11 @@ class Checkpoint:
         if rows is not None:
             bits = bits.reshape(-1, bits.shape[-1])[rows[0] : rows[1]]
         return finite(bits.astype(np.float32), file.path, name)
+
+    def unchanged(self, name: str) -> NDArray[Any] | None:
+        """Return a float tensor as its file has it; None if reading changes it, or it is no safetensors one."""
+        changed = name in self.factors or (self.adapter is not None and name in self.adapter.factors)
+        return None if changed or self._in_blocks(name) is not None else self.file(name).bits(name)
 
     def gather(self, name: str, rows: NDArray[np.int32]) -> NDArray[Any]:
         """Return some rows of a matrix, without the adapter, read from the mapped file alone.

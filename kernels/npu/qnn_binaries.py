@@ -2,7 +2,8 @@
 
 A binary has three files: ``<name>.onnx`` (the wrapper that ONNX Runtime opens), ``<name>_qnn.bin`` (the
 context binary, which it maps) and ``<name>.json`` (compiler versions and checksums), written last. Each
-further graph of the binary has a wrapper ``<name>.1.onnx``, ``<name>.2.onnx`` and so on.
+further graph of the binary has a wrapper ``<name>.1.onnx``, ``<name>.2.onnx`` and so on. Graphs that need no
+compiler, those of ``host``, have their weights, ``<name>.weights``, in place of the binary.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ class ContextBinary:
         made_by: Versions of the compiler; files of other versions are stale and are replaced.
         folder: Folder of the files; by default the graphs' folder of the cache.
         graphs: Number of graphs.
+        ending: Ending of the name of the binary.
     """
 
     identity: Mapping[str, Any]
     made_by: Mapping[str, Any]
     folder: Path | None = None
     graphs: int = 1
+    ending: str = "_qnn.bin"
 
     @property
     def model(self) -> Path:
@@ -69,7 +72,7 @@ class ContextBinary:
     @property
     def binary(self) -> Path:
         """The context binary, under the name that ONNX Runtime gives it."""
-        return self.model.with_name(f"{self.model.stem}_qnn.bin")
+        return self.model.with_name(f"{self.model.stem}{self.ending}")
 
     @property
     def manifest(self) -> Path:
