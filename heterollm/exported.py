@@ -1,7 +1,7 @@
 """Reads the folder of an exported model: its manifest, its files, and the options of its load.
 
 :mod:`heterollm.exporting` writes it. Each format has its version in its own files, and its reader refuses
-others: the plan, the NPU's graphs, the calibration, the tuned parameters. The manifest has that of the folder.
+others: plan, NPU graphs, calibration, tuned parameters. The manifest has that of the folder.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from numpy.typing import DTypeLike
 
 from heterollm.base import (
+    EXPORTED,
     Count,
     ExportError,
     FileIndex,
@@ -32,7 +33,7 @@ from heterollm.base import (
 )
 from heterollm.kernels.device import Device
 from heterollm.kernels.ops import OpSpec
-from heterollm.model import EXPORTED, ExportedCheckpoint, ModelConfig, ModelWeights, exported_weights
+from heterollm.model import ExportedCheckpoint, ModelConfig, ModelWeights, exported_weights
 from heterollm.planning import LoadOptions, calibration_key, read_plan
 from heterollm.solver import LEVELS, SOLVED_LEVELS, Plan, PlanRequest
 
@@ -123,7 +124,8 @@ class ExportManifest(Struct, frozen=True, forbid_unknown_fields=True):
         version = data.get("version") if isinstance(data, dict) else None
         if version != FOLDER_VERSION:
             raise ExportError(
-                f"{folder} has version {version!r:.20} of exported models; this program reads {FOLDER_VERSION}.",
+                f"{folder} has version {version!r:.20} of exported models, and this program reads "
+                f"{FOLDER_VERSION}.",
                 fix=fix,
             )
         content = data.get("content")
@@ -232,7 +234,7 @@ class ExportedFolder:
         self.check(report)
         formats = {name: held.fixed[name] for name in FORMATS}
         usual = {"device": held.device, "context": held.context} | formats | held.usual
-        chosen = usual | own
+        chosen: dict[str, Any] = usual | own
         # Those of the folder were checked with it.
         chosen["defaults"] = frozenset(usual.keys() - own.keys())
         calibration = self.folder / CALIBRATION
@@ -277,7 +279,8 @@ class ExportedFolder:
 
     def _contradiction(self, name: str, value: object, held: object) -> ExportError:
         return ExportError(
-            f"{shown_option(name, value)} contradicts the exported model {self.folder}: {name} is {held!r:.80}.",
+            f"{shown_option(name, value)} contradicts the exported model {self.folder}, in which it is "
+            f"{held!r:.80}.",
             fix="Leave it out, or export the model again with it.",
         )
 
@@ -298,14 +301,14 @@ def stated_option(name: str, value: Any) -> Any:  # noqa: ANN401 - any option
         return parse_json(msgspec.json.encode(value, order="deterministic"))
     if not isinstance(value, str | Path | Plan):
         return value
-    if name == "calibration":
-        return calibration_key(Path(value))
-    if name == "lora":
-        files = sorted(path for path in Path(value).glob("adapter_*") if path.is_file())
-        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
     if name == "plan" and value not in ("auto", *LEVELS, *SOLVED_LEVELS):
         return hashlib.sha256(read_plan(value).to_json().encode()).hexdigest()
-    return str(value)
+    if isinstance(value, Plan) or name not in ("calibration", "lora"):
+        return str(value)
+    if name == "calibration":
+        return calibration_key(value)
+    files = sorted(path for path in Path(value).glob("adapter_*") if path.is_file())
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def file_digests(paths: Sequence[Path], report: Progress) -> dict[Path, str]:

@@ -1,7 +1,7 @@
 """Exports a model for a device: weights, plan, NPU graphs, tuned parameters and settings in one folder.
 
 It is the preparation of a load, whose files lie in the folder in place of the cache. Each is written beside
-its place and then renamed, and the manifest last: an interrupted export goes on with the files that are there.
+its place and then renamed, and the manifest last, so that an interrupted export goes on with whole files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import structs
 
 from heterollm.base import (
+    EXPORTED,
     ExportError,
     OptionError,
     Progress,
@@ -45,7 +46,7 @@ from heterollm.exported import (
     stated_option,
 )
 from heterollm.loading import PlannedModel, SourceModel, open_for
-from heterollm.model import EXPORTED, Checkpoint, ModelWeights, load_weights, read_floats, write_floats
+from heterollm.model import Checkpoint, ModelWeights, load_weights, read_floats, write_floats
 from heterollm.planning import (
     CoreSplit,
     LoadKeywords,
@@ -175,12 +176,12 @@ def export_model(
         context_layers: With ``soc``: layers that share a context; None as ``$HETEROLLM_CONTEXT_LAYERS`` says,
             else 1.
         progress: Called with the name of a stage, the steps done and the total number of steps.
-        options: Those of :meth:`heterollm.LLM.load`, but for ``speculative``, ``guesses`` and ``trace``, which
-            are for the load of the folder. It takes the others as its defaults.
+        options: Those of :meth:`heterollm.LLM.load`, of which the folder's loads take those that they do not
+            replace; ``speculative``, ``guesses`` and ``trace`` are for these loads alone.
 
     Raises:
         ExportError: The folder holds another exported model.
-        HeteroLLMError: The checkpoint, device, plan or an option is unusable, or the folder cannot be written.
+        HeteroLLMError: The checkpoint, device, plan, folder or an option is unusable.
     """
     report = progress or silent
     check_keywords(options, LoadKeywords.__annotations__)
@@ -358,7 +359,7 @@ class _Writer:
             before = ExportManifest.load(self.folder)
             if before.request != key:
                 raise ExportError(
-                    f"{self.folder} holds a model that was exported with other options or from other weights.",
+                    f"{self.folder} holds a model exported with other options or from other weights.",
                     fix="Name another folder, or delete this one.",
                 )
             kept = tuple(self._whole(before.files))

@@ -58,15 +58,16 @@ from .output_file import check_folder as check_folder
 from .output_file import check_target as check_target
 from .output_file import labelled as labelled
 from .output_file import save_file as save_file
+from .own_files import EXPORTED as EXPORTED
 from .own_files import KINDS as KINDS
 from .own_files import LABEL as LABEL
 from .own_files import check_fetched as check_fetched
 from .own_files import delete as delete
+from .own_files import delete_left as delete_left
 from .own_files import delete_quietly as delete_quietly
 from .own_files import is_plain_name as is_plain_name
 from .own_files import make_own_folder as make_own_folder
 from .own_files import make_parent as make_parent
-from .own_files import delete_left as delete_left
 from .own_files import own_entries as own_entries
 from .own_files import own_tree as own_tree
 from .own_files import scratch_folder as scratch_folder

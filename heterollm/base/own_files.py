@@ -1,8 +1,9 @@
 """Decides which files heterollm made, and deletes no others: every deletion in the package happens here.
 
 A file is heterollm's if this process made it as a scratch file, or if all of these hold: it lies in a known
-subfolder that heterollm made, of the cache or of an exported model that this process writes; its name is one that heterollm gives; no folder between
-is a link; and it belongs to this user. Links are deleted themselves, never followed.
+subfolder that heterollm made, of the cache or of an exported model that this process writes; its name is one
+that heterollm gives; no folder between is a link; and it belongs to this user. Links are deleted themselves,
+never followed.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ KINDS: Final = {
 
 LIST: Final = ".heterollm"
 """The file in the cache folder that names the subfolders which heterollm made, one a line."""
+
+EXPORTED: Final = "heterollm.json"
+"""The manifest in the folder of an exported model."""
 
 LONGEST_LIST: Final = 4096
 

@@ -22,16 +22,15 @@ from .blocks import MixtureBlock as MixtureBlock
 from .blocks import Norm as Norm
 from .blocks import ShortConvBlock as ShortConvBlock
 from .channel_file import ChannelFile as ChannelFile
-from .checkpoint import EXPORTED as EXPORTED
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import checkpoint_folder as checkpoint_folder
 from .config import ModelConfig as ModelConfig
 from .convert import Conversion as Conversion
 from .convert import convert_model as convert_model
 from .expert_layout import expert_specs as expert_specs
+from .expert_reader import ExpertReader as ExpertReader
 from .exported_checkpoint import ExportedCheckpoint as ExportedCheckpoint
 from .exported_checkpoint import write_floats as write_floats
-from .expert_reader import ExpertReader as ExpertReader
 from .hub import pull_model as pull_model
 from .known import KNOWN_MODELS as KNOWN_MODELS
 from .known import FoundModel as FoundModel

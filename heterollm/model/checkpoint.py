@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, FileIndex, OptionError, silent
+from heterollm.base import EXPORTED, CheckpointError, FileIndex, OptionError, silent
 from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.ops import WeightFormat
@@ -62,9 +62,6 @@ BARE: Final = "model."
 """The prefix that tensors of a model without a head lack."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-EXPORTED: Final = "heterollm.json"
-"""The file that makes a folder an exported model (:mod:`heterollm.exported`)."""
 
 LISTED_NAMES = 3
 ALIKE = 0.85
@@ -267,7 +264,7 @@ class Checkpoint:
         return finite(bits.astype(np.float32), file.path, name)
 
     def unchanged(self, name: str) -> NDArray[Any] | None:
-        """Return a float tensor as its file has it; None if reading changes it, or it is no safetensors one."""
+        """Return a float tensor as its file has it; None if reading changes it, or for other files."""
         changed = name in self.factors or (self.adapter is not None and name in self.adapter.factors)
         return None if changed or self._in_blocks(name) is not None else self.file(name).bits(name)
 

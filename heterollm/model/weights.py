@@ -30,8 +30,8 @@ from heterollm.model.blocks import SLOPE_SHAPES, MixtureBlock, Norm
 from heterollm.model.channel_file import ChannelFile, channel_file
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
-from heterollm.model.exported_checkpoint import ExportedCheckpoint
 from heterollm.model.expert_layout import expert_rows, expert_specs, router_name
+from heterollm.model.exported_checkpoint import ExportedCheckpoint
 from heterollm.model.file_notes import file_notes
 from heterollm.model.layout import (
     HEAD_LAYER,

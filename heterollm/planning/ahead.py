@@ -1,4 +1,4 @@
-"""Builds the NPU graphs of a plan; a Snapdragon's ahead, on an x86 machine, into the cache that a device reads.
+"""Builds a plan's NPU graphs; a Snapdragon's ahead, on an x86 machine, into the cache that a device reads.
 
 Compiling on the device takes its time and memory at the first load. QNN's compiler in the x86-64 Linux wheel
 makes the same context binaries for any chip, and files them under names that do not depend on the machine.

@@ -97,10 +97,8 @@ class HostNpu:
         compiled = stored.model not in self._checked and stored.problem() is not None
         self._checked.add(stored.model)
         if compiled:
-            dtype = self.activation_dtype
-            stored.build(
-                lambda folder, models: write_graph(shard, chosen, dtype, folder, name=models[0].stem)
-            )
+            own = shard, chosen, self.activation_dtype
+            stored.build(lambda folder, models: write_graph(*own, folder, name=models[0].stem))
             self.compiled_count += 1
         return BuiltGraph(stored.size_bytes, compiled, "")
 

@@ -273,10 +273,10 @@ class QnnNpu:
         return self._stored(self._context_of(shard, length, form, chosen)).size_bytes
 
     def build(self, shard: GraphShard, length: int, form: GraphForm | None = None) -> BuiltGraph:
-        """Put a graph into its folder, by default that of the cache; see :class:`heterollm.kernels.npu.GraphKeeper`.
+        """Put a graph into its folder; see :class:`heterollm.kernels.npu.GraphKeeper`.
 
-        Checks whether a context of one graph loads on this machine; one for a newer Hexagon than the emulated
-        one does not. Contexts of several graphs are never loaded here.
+        By default that is the cache's. Checks whether a context of one graph loads on this machine; one for a
+        newer Hexagon than the emulated one does not. Contexts of several graphs are never loaded here.
         """
         chosen = check_form(self, shard, length, form)
         graphs = self._context_of(shard, length, form, chosen)

@@ -104,7 +104,7 @@ class ContextBinary:
             return "damaged (a file cannot be read)"
         return None if stored.get("sha256") == sums else "damaged (a checksum differs)"
 
-    def build(self, compile_into: Callable[[Path, tuple[Path, ...]], None]) -> None:
+    def build(self, compile_into: Callable[[Path, tuple[Path, ...]], object]) -> None:
         """Replace the files with newly compiled ones; the caller holds the lock of :attr:`model`.
 
         Args:
