@@ -75,7 +75,7 @@ def leave_idle_out(ctx: Any) -> None:  # noqa: ANN401 - of typer's own click
 
 
 def _facts(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options of a command, with the device of the exported model that it names, if it names one."""
+    """Return the options of a command, with the device of the exported model that it names, if any."""
     model = options.get("model")
     if isinstance(model, list | tuple) and len(model) == 1:
         model = model[0]

@@ -6,6 +6,9 @@ separate file, which ONNX Runtime maps instead of copying.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
 
 from heterollm.base import PAGE_BYTES, GraphError
+from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.npu.ffn_graphs import build_experts, build_ffn
-from heterollm.kernels.npu.identity import shard_digest
 from heterollm.kernels.npu.integer_graphs import build_integer_ffn, build_integer_linear
 from heterollm.kernels.npu.linear_graphs import GraphBody, Tensors, build_linear
 from heterollm.kernels.npu.protocol import INTEGER_FORMS, K_SPLIT_COLUMNS, GraphForm, edge_dtype
@@ -27,14 +30,19 @@ from heterollm.kernels.npu.shards import (
     GraphShard,
     LinearShard,
     ScoresShard,
+    WeightShard,
 )
 from heterollm.kernels.npu.tensors import GraphTensor, graph_tensors
+
+GRAPH_VERSION = 2
+"""Version of the built graphs. A change drops cached binaries and profile samples of older graphs."""
 
 OPEN_LENGTH = -1
 """Length in shapes of a graph that leaves it symbolic."""
 IR_VERSION = 10
 OPSET = 21
 MICROSOFT_OPSET = 1
+SAMPLED_ROWS = 64
 FLOAT_FORMS: frozenset[GraphForm] = frozenset(
     {"activation_first", "weight_first", "conv_1x1", "token_tiles", "k_chunked"}
 )
@@ -54,6 +62,71 @@ ONNX_TYPES: dict[np.dtype[Any], int] = {
     np.dtype(np.uint16): TensorProto.UINT16,
     np.dtype(ml_dtypes.int4): TensorProto.INT4,
 }
+
+
+def shard_digest(shard: GraphShard) -> str:
+    """Return a digest of a shard's identity and of a sample of its numbers.
+
+    ``weights_key`` should identify the numbers; the sample catches callers that reuse a key.
+    """
+    if isinstance(shard, ScoresShard):
+        return hashlib.sha256(json.dumps(shard.key).encode()).hexdigest()
+    identity: list[Any] = [shard.weights_key, shard.layer, shard.group, shard.row_ranges, str(shard.format)]
+    parts = _ffns(shard)
+    if parts:
+        identity += [parts[0].activation, *([parts[0].slopes] if parts[0].activation == "xielu" else [])]
+    if isinstance(shard, ExpertsShard):
+        identity.append(shard.experts)
+    elif shard.ranges is not None:
+        identity.append(asdict(shard.ranges))
+    digest = hashlib.sha256(json.dumps(identity).encode())
+    for array in _sampled_arrays(shard):
+        rows = np.unique(np.linspace(0, len(array) - 1, min(len(array), SAMPLED_ROWS)).astype(np.int64))
+        digest.update(array[rows].tobytes())
+    return digest.hexdigest()
+
+
+def graph_identity(shard: GraphShard, form: GraphForm, length: int | None) -> dict[str, Any]:
+    """Return all that a graph computes, as JSON can hold it; the length None is a symbolic one."""
+    if isinstance(shard, ScoresShard):
+        return asdict(shard) | {"form": form, "length": length}
+    identity: dict[str, Any] = {
+        "weights": shard.weights_key,
+        "content": shard_digest(shard),
+        "layer": shard.layer,
+        "group": shard.group,
+        "row_ranges": shard.row_ranges,
+        "columns": shard.columns,
+        "format": str(shard.format),
+        "form": form,
+        "length": length,
+    }
+    for part in _ffns(shard)[:1]:
+        identity |= {"activation": part.activation, "outputs": shard.rows, "bias": part.bias is not None}
+    if isinstance(shard, ExpertsShard):
+        identity["experts"] = shard.experts
+    return identity
+
+
+def _ffns(shard: WeightShard) -> tuple[FfnShard, ...]:
+    """Return the ffns in a graph."""
+    if isinstance(shard, ExpertsShard):
+        return shard.parts
+    return (shard,) if isinstance(shard, FfnShard) else ()
+
+
+def _sampled_arrays(shard: WeightShard) -> list[NDArray[Any]]:
+    weights = [shard.weight] if isinstance(shard, LinearShard) else []
+    biases: list[NDArray[Any]] = []
+    for part in _ffns(shard):
+        weights += [part.gate_up, part.down]
+        biases += [] if part.bias is None else [part.bias]
+    arrays: list[NDArray[Any]] = []
+    for weight in weights:
+        arrays += [weight.codes, weight.scales] if isinstance(weight, QuantizedTensor) else [weight]
+        if isinstance(weight, QuantizedTensor) and weight.minimums is not None:
+            arrays.append(weight.minimums)
+    return arrays + biases
 
 
 def write_graph(

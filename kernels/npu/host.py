@@ -16,8 +16,7 @@ import numpy as np
 
 from heterollm.base import DeviceError, GraphError, OptionError, scratch_folder
 from heterollm.kernels.npu.forms import every_form
-from heterollm.kernels.npu.graphs import write_graph
-from heterollm.kernels.npu.identity import GRAPH_VERSION, graph_identity
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
     STANDARD_LENGTHS,
     BuiltGraph,

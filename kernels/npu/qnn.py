@@ -43,8 +43,7 @@ from heterollm.kernels.npu.contexts import (
     context_label,
 )
 from heterollm.kernels.npu.forms import experts_forms, integer_forms, reshaped_forms, scores_forms
-from heterollm.kernels.npu.graphs import write_graph
-from heterollm.kernels.npu.identity import GRAPH_VERSION, graph_identity
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
     INTEGER_FORMS,
     STANDARD_LENGTHS,

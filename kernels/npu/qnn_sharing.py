@@ -38,8 +38,7 @@ from heterollm.base import (
 )
 from heterollm.kernels.formats import QuantizedTensor, linear_errors
 from heterollm.kernels.npu.contexts import SharingVerdict
-from heterollm.kernels.npu.graphs import write_graph
-from heterollm.kernels.npu.identity import GRAPH_VERSION
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, write_graph
 from heterollm.kernels.npu.qnn_binaries import GRAPHS_FOLDER
 from heterollm.kernels.npu.qnn_child import answer_parent, run_child
 from heterollm.kernels.npu.qnn_compile import compile_shared
