@@ -280,7 +280,7 @@ class ExportedFolder:
     def _contradiction(self, name: str, value: object, held: object) -> ExportError:
         return ExportError(
             f"{shown_option(name, value)} contradicts the exported model {self.folder}, in which it is "
-            f"{held!r:.80}.",
+            f"{held!s:.80}.",
             fix="Leave it out, or export the model again with it.",
         )
 
