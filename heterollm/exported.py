@@ -205,8 +205,9 @@ class ExportedFolder:
         Raises:
             ExportError: A given option contradicts the folder.
         """
-        held, defaults = self.manifest, given.get("defaults", frozenset())
-        own = {name: value for name, value in given.items() if name != "defaults" and name not in defaults}
+        held, of_file = self.manifest, given.get("defaults", frozenset())
+        yielding = {"defaults", *(of_file & {*FIXED, "device", "context"})}
+        own = {name: value for name, value in given.items() if name not in yielding}
         device, context = own.pop("device", "auto"), own.get("context")
         if device not in ("auto", held.device):
             raise self._contradiction("device", device, held.device)
@@ -236,7 +237,7 @@ class ExportedFolder:
         usual = {"device": held.device, "context": held.context} | formats | held.usual
         chosen: dict[str, Any] = usual | own
         # Those of the folder were checked with it.
-        chosen["defaults"] = frozenset(usual.keys() - own.keys())
+        chosen["defaults"] = frozenset(usual.keys() - own.keys()) | given.get("defaults", frozenset())
         calibration = self.folder / CALIBRATION
         if calibration.is_file() and reads_calibration(chosen):
             chosen["calibration"] = calibration

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 BESIDE: Final = ("DEFAULT_MAP", "ENVIRONMENT")
 """Sources of options beside the command line."""
 
+OF_LOAD: Final = {"asymmetric": "symmetric", "techniques": "request"}
+"""Options of a load by those of a command that have other names."""
+
 _of_file: ContextVar[frozenset[str]] = ContextVar("_of_file", default=frozenset())
 _given: ContextVar[frozenset[str]] = ContextVar("_given", default=frozenset())
 
@@ -33,11 +36,11 @@ def given_keywords(values: LoadKeywords) -> LoadKeywords:
     """Return the options of a load that the user gave, so that an exported model's own are its defaults."""
     from heterollm.planning import LoadOptions
 
-    usual, of_file = LoadOptions(), options_of_file()
+    usual, of_file = LoadOptions(), {OF_LOAD.get(name, name) for name in options_of_file()}
     kept = {
         name: value for name, value in values.items() if name in _given.get() or value != getattr(usual, name)
     }
-    return cast("LoadKeywords", {**kept, "defaults": of_file})
+    return cast("LoadKeywords", {**kept, "defaults": frozenset(of_file)})
 
 
 class CheckedCommand(PanelCommand):

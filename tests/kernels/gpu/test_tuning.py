@@ -32,7 +32,7 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
 from heterollm.kernels.gpu.sources import read_sources
-from heterollm.kernels.gpu.tuning import DeviceIdentity, TuningTable, change_table, read_table
+from heterollm.kernels.gpu.tuning import DeviceIdentity, DeviceTuning, TuningTable, change_table, read_table
 from heterollm.kernels.operators.linear import LinearCase
 from heterollm.kernels.ops import WeightFormat
 
@@ -216,6 +216,23 @@ def test_a_cache_that_cannot_be_written_still_serves_this_process(tmp_path, monk
     tuning.change(lambda table: table.keep(MANY, TUNED))
     assert tuning.parameters(MANY) == OTHER
     assert any("not kept" in line for line in caplog.messages)
+
+
+def test_parameters_from_elsewhere_are_used_but_for_those_that_failed_here(cache_folder):
+    text = filled_table().to_json().encode()
+    tuning = DeviceTuning(IDENTITY, enabled=True)
+    tuning.quarantine(MANY, OTHER, "it does not build.")
+    assert tuning.take(text) == ""
+    assert tuning.parameters(MANY) is None
+    assert tuning.parameters(ONE) == default_parameters("vector", ONE)
+    tuning.quarantine(ONE, default_parameters("vector", ONE), "it does not build, either.")
+    assert tuning.parameters(ONE) is None
+    assert len(read_table(IDENTITY).quarantined) == 2  # this device's own file
+    assert read_table(IDENTITY).tuned == {}
+    other = DeviceTuning(replace(IDENTITY, driver="2.0"), enabled=True)
+    assert "driver is '1.0', not '2.0'" in other.take(text)
+    assert other.parameters(ONE) is None
+    assert other.take(b"nothing")
 
 
 def test_two_processes_lose_nothing_of_each_other(cache_folder):
