@@ -32,7 +32,7 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
 from heterollm.kernels.gpu.sources import read_sources
-from heterollm.kernels.gpu.tuning import DeviceIdentity, DeviceTuning, TuningTable, change_table, read_table
+from heterollm.kernels.gpu.tuning import DeviceIdentity, TuningTable, change_table, read_table
 from heterollm.kernels.operators.linear import LinearCase
 from heterollm.kernels.ops import WeightFormat
 
