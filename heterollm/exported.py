@@ -76,7 +76,7 @@ class ExportManifest(Struct, frozen=True, forbid_unknown_fields=True):
         fixed: Options that the files follow from, in the form of :func:`stated_option`.
         usual: Options of a load that may be replaced.
         files: Its files.
-        made_by: Versions of the program and of the NPU's software.
+        versions: Versions of the program and of the NPU's software.
         weights_key: Content hash of the weights.
         weights: File of the quantised weights; empty at precision ``fp16``.
         floats: File of the float tensors; empty without.
@@ -91,7 +91,7 @@ class ExportManifest(Struct, frozen=True, forbid_unknown_fields=True):
     fixed: dict[str, Any]
     usual: dict[str, Any]
     files: tuple[ExportedFile, ...] = ()
-    made_by: dict[str, str] = {}
+    versions: dict[str, str] = {}
     weights_key: str = ""
     weights: str = ""
     floats: str = ""

@@ -108,7 +108,7 @@ class Exported:
         context: Most positions of a session.
         parts: Content of the folder.
         built: NPU graphs that this call built; the others were there.
-        made_by: Versions of the program and of the NPU's software.
+        versions: Versions of the program and of the NPU's software.
         notes: On the plan and the weights.
     """
 
@@ -119,7 +119,7 @@ class Exported:
     context: int
     parts: tuple[ExportedPart, ...]
     built: int
-    made_by: dict[str, str]
+    versions: dict[str, str]
     notes: tuple[str, ...]
 
     @property
@@ -333,7 +333,7 @@ class _Writer:
         manifest.save(self.folder)
         notes = (*target.notes, *weights.notes)
         stated = self.folder, target.name, plan.level, asked.precision, self.context
-        return Exported(*stated, _parts(manifest), built, manifest.made_by, notes)
+        return Exported(*stated, _parts(manifest), built, manifest.versions, notes)
 
     def _begun(self) -> ExportManifest:
         """Return the manifest of the folder, a new or an unfinished one; damaged files are deleted.
@@ -352,8 +352,8 @@ class _Writer:
         stated = [content, target.name, self.context, fixed, usual, str(asked.profile), *self.ahead]
         key = hashlib.sha256(json.dumps(stated, sort_keys=True).encode()).hexdigest()
         versions = {} if target.keeper is None else target.keeper.versions()
-        made_by = {"heterollm": version("heterollm"), **versions}
-        fresh = ExportManifest(key, False, target.name, self.context, fixed, usual, made_by=made_by)
+        versions = {"heterollm": version("heterollm"), **versions}
+        fresh = ExportManifest(key, False, target.name, self.context, fixed, usual, versions=versions)
         kept: tuple[ExportedFile, ...] = ()
         if (self.folder / EXPORTED).is_file():
             before = ExportManifest.load(self.folder)

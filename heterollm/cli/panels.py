@@ -33,7 +33,6 @@ SHORT: Final[Mapping[str, str]] = {
     "speculative system",
     "serve": "precision context temperature max_tokens device plan speculative host port name api_key "
     "sessions_gib live",
-    "export": "precision context calibration lora device soc profile plan techniques output as_json",
     "plan": "precision context device profile plan techniques forbid prompt decode explain steps "
     "output as_json",
     "simulate": "soc gpu_load what_if sync plan techniques prompt decode timeline explain form output "

@@ -480,7 +480,7 @@ def export_report(result: Exported) -> Group:
         made.add_row(part.name, str(part.files), format_bytes(part.size_bytes))
     made.add_section()
     made.add_row("all", str(sum(part.files for part in result.parts)), format_bytes(result.size_bytes))
-    software = ", ".join(f"{name} {number}" for name, number in result.made_by.items())
+    software = ", ".join(f"{name} {number}" for name, number in result.versions.items())
     return Group(
         Text(
             f"{result.folder}: device {result.device}, plan {result.plan}, {result.precision}, up to "

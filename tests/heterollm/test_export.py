@@ -254,7 +254,7 @@ def test_a_phone_that_is_not_here_gets_its_contexts(bundled_model: Path, tmp_pat
     )
     assert made.device == "snapdragon"
     assert made.built > 0
-    assert made.made_by["soc"].startswith("57")
+    assert made.versions["soc"].startswith("57")
     again = export_model(
         bundled_model, tmp_path / "out", device="snapdragon", soc="57", plan="layer", context=CONTEXT
     )
