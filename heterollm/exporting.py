@@ -203,7 +203,10 @@ def export_model(
         else:
             found = _elsewhere(source, asked, context, soc, context_layers)
         writer = _Writer(source, asked, context, target, found, report, (soc, context_layers))
-        return writer.write()
+        try:
+            return writer.write()
+        except OSError as error:
+            raise _unwritable(target, error) from error
 
 
 def _check_folder(folder: Path) -> None:
@@ -216,11 +219,13 @@ def _check_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         names = [path.name for path in folder.iterdir()]
     except OSError as error:
-        raise OptionError(
-            f"{folder} cannot be written: {error.strerror}.", fix="Name another folder."
-        ) from error
+        raise _unwritable(folder, error) from error
     if names and EXPORTED not in names:
         raise OptionError(f"{folder} holds other files.", fix="Name a new or an empty folder.")
+
+
+def _unwritable(folder: Path, error: OSError) -> OptionError:
+    return OptionError(f"{folder} cannot be written: {error.strerror}.", fix="Name another folder.")
 
 
 @contextlib.contextmanager

@@ -142,7 +142,7 @@ class HostNpu:
         if self._folders.of(shard) is None:
             return None
         stored = self._stored(shard, form)
-        if (problem := stored.problem()) is not None:
+        if (problem := stored.problem(contents=False)) is not None:
             self._folders.refuse(shard, shard.label, problem)
         self.loaded_count += 1
         return self._open(shard, stored.model)

@@ -295,10 +295,10 @@ class GraphFolders:
         """
         folder = self.of(shard)
         if folder is not None:
-            raise GraphError(
-                f"The NPU graph of {label} in {folder} is {problem}.",
-                fix="Export the model again with `heterollm export`, by the versions that run it.",
-            )
+            fix = "Export the model again with `heterollm export`, by the versions that run it."
+            if problem.startswith("not safe"):
+                fix = f"Take that right away: `chmod -R go-w {folder}`."
+            raise GraphError(f"The NPU graph of {label} in {folder} is {problem}.", fix=fix)
 
 
 def edge_dtype(form: GraphForm, dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -500,7 +500,7 @@ class QnnNpu:
         A context of several graphs that was refused cannot be loaded again in this process, so that its
         refusal is an error.
         """
-        problem = stored.problem()
+        problem = stored.problem(contents=stored.folder in (None, self._temporary))
         if problem is not None:
             return None, problem
         try:

@@ -84,8 +84,12 @@ class ContextBinary:
         """Size of the existing files."""
         return sum(path.stat().st_size for path in self._files if path.exists())
 
-    def problem(self) -> str | None:
-        """Return the fault of the files, "missing" if there are none, or None if they are sound."""
+    def problem(self, *, contents: bool = True) -> str | None:
+        """Return the fault of the files, "missing" if there are none, or None if they are sound.
+
+        Args:
+            contents: Whether to read all files; those of an exported model were compared with its manifest.
+        """
         try:
             stored = parse_json(self.manifest.read_bytes())
         except FileNotFoundError:
@@ -98,6 +102,8 @@ class ContextBinary:
             return f"stale (made by {stored.get('made_by')})"
         if not all(map(is_trusted, self._files)):
             return "not safe (another user can write it)"
+        if not contents:
+            return None if all(path.is_file() for path in self._files) else "incomplete"
         try:
             sums = self._checksums()
         except OSError:

@@ -556,3 +556,17 @@ def test_the_command_says_what_it_wrote_and_how_to_run_it(
     code, _, shown = run("calibrate", folder, "-o", tmp_path / "ranges.json")
     assert code == 1
     assert "is an exported model" in shown
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other rights")
+def test_graphs_that_others_can_write_are_refused(exported: Path) -> None:
+    graph = sorted(exported.glob("graphs/*.onnx"))[0]
+    graph.chmod(0o666)
+    with pytest.raises(GraphError, match=r"not safe \(another user can write it\)") as caught:
+        LLM.load(exported)
+    assert "chmod" in caught.value.fix
+
+
+def test_a_draft_is_a_checkpoint(exported: Path, bundled_model: Path) -> None:
+    with pytest.raises(HeteroLLMError, match="is an exported model"):
+        LLM.load(bundled_model, device="host", plan="gpu", speculative=exported)
