@@ -198,7 +198,8 @@ def _make_listed(folder: Path, mode: int) -> Path:
             fix=f"Point {CACHE_VARIABLE} at a folder without other files of such a name.",
         )
     flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
-    with os.fdopen(os.open(folder.parent / LIST, flags, mode & 0o666), "ab") as file:
+    # Nobody else may write the list; others may copy an exported model.
+    with os.fdopen(os.open(folder.parent / LIST, flags, mode & 0o644), "ab") as file:
         file.write(f"{kind}\n".encode())
     return folder
 
