@@ -54,7 +54,7 @@ from heterollm.model import (
     read_pooling,
     read_sampling_defaults,
 )
-from heterollm.planning import CoreSplit, LoadKeywords, LoadOptions, choose_context
+from heterollm.planning import CoreSplit, LoadKeywords, choose_context
 from heterollm.solver import Plan
 from heterollm.text import (
     GenerationOptions,
@@ -126,7 +126,8 @@ class LLM:
         """Load a checkpoint and prepare it for answers.
 
         Args:
-            model: A local folder, a GGUF file or a hub name.
+            model: A local folder, a GGUF file or a hub name; or the folder of an exported model, which has a
+                device, a plan and formats of its own.
             progress: Called with the name of a stage, the steps done and the total number of steps.
             options: The fields of :class:`heterollm.planning.LoadOptions`: ``device``, ``plan``, ``request``,
                 ``precision``, ``group_size``, ``symmetric``, ``scales``, ``calibration``, ``context``,
@@ -145,8 +146,7 @@ class LLM:
             (progress or silent)(stage, done, total)
 
         check_keywords(options, LoadKeywords.__annotations__)
-        asked = LoadOptions(**options)
-        source = SourceModel.of(Checkpoint(model, asked.lora))
+        source, asked = SourceModel.find(model, options, report)
         context = choose_context(source.config, asked.context)
         thread = EngineThread()
         try:
@@ -420,7 +420,7 @@ class LLM:
         parts = (
             *(version("heterollm"), kernel_source_hash(), engine.context, str(self.device.cache_dtype)),
             *(self._weights.content_key, self.plan.to_json(), self.device.description()),
-            *(tuning.enabled, tuning.identity.path.read_bytes() if tuning.identity.path.exists() else b""),
+            *(tuning.enabled, tuning.table.to_json()),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 

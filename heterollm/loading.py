@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from heterollm.base import GIB, OptionError, PlanError, Progress
 from heterollm.engine import (
@@ -19,12 +19,21 @@ from heterollm.engine import (
     measured_pass_s,
     start_engine,
 )
+from heterollm.exported import ExportedFolder
 from heterollm.kernels.device import Device
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import KV_CODES
 from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.sim import Simulation
-from heterollm.model import Checkpoint, ModelConfig, ModelWeights, expert_specs, find_model, load_weights
+from heterollm.model import (
+    Checkpoint,
+    ExportedCheckpoint,
+    ModelConfig,
+    ModelWeights,
+    expert_specs,
+    find_model,
+    load_weights,
+)
 from heterollm.planning import (
     LOAD_OPTIONS,
     LOOKUP,
@@ -69,17 +78,68 @@ class SourceModel:
         checkpoint: The files.
         config: The model.
         tokenizer: Its tokenizer, if it has one.
+        exported: The exported model that stands for a checkpoint; None for a checkpoint.
     """
 
     checkpoint: Checkpoint
     config: ModelConfig
     tokenizer: Tokenizer | NoTokenizer
+    exported: ExportedFolder | None = None
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Self:
+    def of(cls, checkpoint: Checkpoint, exported: ExportedFolder | None = None) -> Self:
         """Read the configuration and the tokenizer."""
         config = ModelConfig.from_folder(checkpoint.folder)
-        return cls(checkpoint, config, load_tokenizer(checkpoint.folder, config.eos_ids))
+        return cls(checkpoint, config, load_tokenizer(checkpoint.folder, config.eos_ids), exported)
+
+    @classmethod
+    def find(
+        cls, model: str | Path, options: Mapping[str, Any], report: Progress
+    ) -> tuple[Self, LoadOptions]:
+        """Return a checkpoint or an exported model, and the options of its load.
+
+        Args:
+            model: A local folder, a GGUF file or a hub name.
+            options: Given options by name.
+            report: Called while the files of an exported model are checked.
+
+        Raises:
+            HeteroLLMError: It is damaged, or an option is not legal or contradicts it.
+        """
+        exported = ExportedFolder.find(model)
+        if exported is None:
+            asked = LoadOptions(**options)
+            return cls.of(Checkpoint(model, asked.lora)), asked
+        asked = exported.options(options, report)
+        return cls.of(exported.checkpoint(), exported), asked
+
+    def weights(
+        self, asked: LoadOptions, device: Device, specs: Sequence[OpSpec], report: Progress
+    ) -> ModelWeights:
+        """Return the weights for a device.
+
+        Args:
+            asked: Options of the load.
+            device: The opened device.
+            specs: Every group of the model but the experts of a mixture.
+            report: Called while the weights are quantised.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged.
+        """
+        if self.exported is not None:
+            assert isinstance(self.checkpoint, ExportedCheckpoint)
+            return self.exported.weights(self.checkpoint, self.config, specs, device.activation_dtype)
+        return load_weights(
+            self.checkpoint,
+            self.config,
+            precision=asked.precision,
+            group_size=asked.group_size,
+            symmetric=asked.symmetric,
+            scales=asked.scales,
+            float_dtype=device.activation_dtype,
+            progress=lambda done, total: report("Quantising weights", done, total),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +202,8 @@ class PlannedModel:
             given=inputs.given,
             experts_bytes=None if budget is None else budget.size_bytes,
         )
-        notes = (*planned.notes, *idle_notes(asked, device, plan))
+        held = () if source.exported is None else source.exported.give_to(device)
+        notes = (*planned.notes, *idle_notes(asked, device, plan), *held)
         return cls(source, asked, device, inputs, plan, notes, budget, need)
 
     @property
@@ -163,16 +224,7 @@ class PlannedModel:
             HeteroLLMError: The checkpoint is damaged, or the device fails.
         """
         asked, device, plan = self.asked, self.device, self.plan
-        weights = load_weights(
-            self.source.checkpoint,
-            self.source.config,
-            precision=asked.precision,
-            group_size=asked.group_size,
-            symmetric=asked.symmetric,
-            scales=asked.scales,
-            float_dtype=device.activation_dtype,
-            progress=lambda done, total: report("Quantising weights", done, total),
-        )
+        weights = self.source.weights(asked, device, self.inputs.specs, report)
         ranges = calibrated_ranges(asked.weights_calibration, weights)
         scales = {
             buckets: calibrated_scales(asked.weights_calibration, buckets)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from heterollm.kernels.npu import ContextPackager, NpuBackend, TimeKind
+from heterollm.kernels.npu import ContextPackager, GraphKeeper, NpuBackend, TimeKind
 from heterollm.kernels.ops import Power
 from heterollm.kernels.threads import ThreadSplit, allowed_cores, biggest_cores, pin_current_thread
 
@@ -52,6 +52,7 @@ class Device:
         power_switch: The switch of the NPU's clocks; None where nothing is asked for. The emulator's accepts
             all and has no clocks, so that the engine does not use it.
         packager: The NPU, if it can put several graphs into one context.
+        keeper: The NPU, if it can keep graphs in a folder.
         memory_bytes: Memory that a model can have on a modelled phone; None where the system is asked.
     """
 
@@ -66,6 +67,7 @@ class Device:
     power: Power = "default"
     power_switch: PowerSwitch | None = None
     packager: ContextPackager | None = None
+    keeper: GraphKeeper | None = None
     memory_bytes: int | None = None
 
     @property

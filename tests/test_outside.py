@@ -122,6 +122,7 @@ RUNS = {
     "bench": f"bench MODEL --device {SIMULATED} --plan tensor -p 33 -n 1 -r 1 -o bench.jsonl --json",
     "doctor": "doctor --device host --json",
     "convert": "convert MODEL -o ../converted --json",
+    "export": "export MODEL --device host --plan layer --context 64 -o ../exported --json",
     "eval": "eval MODEL --text ../converted/config.json --window 32 --windows 1 --device host --plan gpu"
     " --json",
     "cache list": "cache list --json",

@@ -26,6 +26,7 @@ from .errors import CheckpointError as CheckpointError
 from .errors import ContextError as ContextError
 from .errors import DeviceError as DeviceError
 from .errors import EngineError as EngineError
+from .errors import ExportError as ExportError
 from .errors import FenceError as FenceError
 from .errors import GrammarError as GrammarError
 from .errors import GraphError as GraphError
@@ -57,15 +58,18 @@ from .output_file import check_folder as check_folder
 from .output_file import check_target as check_target
 from .output_file import labelled as labelled
 from .output_file import save_file as save_file
+from .own_files import EXPORTED as EXPORTED
 from .own_files import KINDS as KINDS
 from .own_files import LABEL as LABEL
 from .own_files import check_fetched as check_fetched
 from .own_files import delete as delete
+from .own_files import delete_left as delete_left
 from .own_files import delete_quietly as delete_quietly
 from .own_files import is_plain_name as is_plain_name
 from .own_files import make_own_folder as make_own_folder
 from .own_files import make_parent as make_parent
 from .own_files import own_entries as own_entries
+from .own_files import own_tree as own_tree
 from .own_files import scratch_folder as scratch_folder
 from .processes import CONTEXT as CONTEXT
 from .processes import GRACE_S as GRACE_S

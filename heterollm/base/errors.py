@@ -88,6 +88,10 @@ class CacheError(HeteroLLMError):
     """A cache file cannot be written, read or locked."""
 
 
+class ExportError(HeteroLLMError):
+    """The folder of an exported model is unfinished, damaged, or of other versions, options or devices."""
+
+
 class DeviceError(HeteroLLMError):
     """A device or one of its processors is missing or unusable."""
 

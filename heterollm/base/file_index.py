@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from heterollm.base.cache import atomic_path, locked
@@ -29,19 +30,30 @@ class FileIndex:
 
     def get(self, file: Path) -> str | None:
         """Return the text of an unchanged file; None without one."""
-        stamp = _stamp(file)
-        entry = self._read().get(str(file.resolve()))
-        return entry[1] if stamp is not None and entry is not None and entry[0] == stamp else None
+        return self.get_all([file]).get(file)
+
+    def get_all(self, files: Iterable[Path]) -> dict[Path, str]:
+        """Return the texts of unchanged files."""
+        entries, found = self._read(), {}
+        for file in files:
+            stamp, entry = _stamp(file), entries.get(str(file.resolve()))
+            if stamp is not None and entry is not None and entry[0] == stamp:
+                found[file] = entry[1]
+        return found
 
     def put(self, file: Path, text: str) -> None:
         """Store the text of a file in its present state, and drop the entries of missing files."""
-        stamp = _stamp(file)
-        if stamp is None:
+        self.put_all({file: text})
+
+    def put_all(self, texts: Mapping[Path, str]) -> None:
+        """Store the texts of files in their present state, and drop the entries of missing files."""
+        stamped = {str(file.resolve()): (_stamp(file), text) for file, text in texts.items()}
+        new = {path: (stamp, text) for path, (stamp, text) in stamped.items() if stamp is not None}
+        if not new:
             return
         try:
             with locked(self._path):
-                entries = {path: entry for path, entry in self._read().items() if _exists(path)}
-                entries[str(file.resolve())] = (stamp, text)
+                entries = {path: entry for path, entry in self._read().items() if _exists(path)} | new
                 with atomic_path(self._path) as temporary:
                     temporary.write_text(json.dumps(entries, indent=1), encoding="utf-8")
         except CacheError as error:

@@ -1,8 +1,9 @@
 """Decides which files heterollm made, and deletes no others: every deletion in the package happens here.
 
 A file is heterollm's if this process made it as a scratch file, or if all of these hold: it lies in a known
-subfolder of the cache that heterollm made; its name is one that heterollm gives; no folder between
-is a link; and it belongs to this user. Links are deleted themselves, never followed.
+subfolder that heterollm made, of the cache or of an exported model that this process writes; its name is one
+that heterollm gives; no folder between is a link; and it belongs to this user. Links are deleted themselves,
+never followed.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ KINDS: Final = {
 LIST: Final = ".heterollm"
 """The file in the cache folder that names the subfolders which heterollm made, one a line."""
 
+EXPORTED: Final = "heterollm.json"
+"""The manifest in the folder of an exported model."""
+
 LONGEST_LIST: Final = 4096
 
 LABEL: Final = "simulated"
@@ -47,7 +51,7 @@ LABEL: Final = "simulated"
 HEX: Final = r"(?:[0-9a-f]{64}|[0-9a-f]{32}|[0-9a-f]{16})"
 OWN_NAME: Final = re.compile(
     # A key, perhaps after words, and an ending; locks, and files that a killed process left behind.
-    rf"(?:[a-z0-9][\w-]*-)?{HEX}(?:_qnn\.bin|(?:\.[\w-]+)*\.(?:safetensors|onnx|json|bin|loading)|)"
+    rf"(?:[a-z0-9][\w-]*-)?{HEX}(?:_qnn\.bin|(?:\.[\w-]+)*\.(?:safetensors|onnx|json|bin|weights|loading)|)"
     r"(?:\.lock|\.damaged-\d+)?"
     rf"|\.{HEX}\.(?:building|temporary)(?:\.lock)?"
     rf"|\.[\w.-]*{HEX}[\w.-]*\.partial"
@@ -71,6 +75,9 @@ LONGEST_PREFIX: Final = 100
 _scratch: set[Path] = set()
 """Files and folders that this process made and will delete."""
 
+_trees: set[Path] = set()
+"""Folders with subfolders like the cache's: exported models that this process writes."""
+
 
 def is_plain_name(name: str) -> bool:
     """Return whether a text from elsewhere names one file in a folder, on every system, and nothing else."""
@@ -88,14 +95,16 @@ def is_own_file(path: Path) -> bool:
     """Return whether heterollm made a file, a folder or a link, which may thus be deleted."""
     if any(place in _scratch for place in (path, *path.parents)):
         return True
+    root = next((tree for tree in _trees if path.is_relative_to(tree)), None)
     try:
-        parts = path.relative_to(cache_root()).parts
+        root = root or cache_root()
+        parts = path.relative_to(root).parts
     except (ValueError, CacheError):
         return False
-    if len(parts) < 2 or parts[0] not in KINDS or ".." in parts or parts[0] not in _listed(cache_root()):
+    if len(parts) < 2 or parts[0] not in KINDS or ".." in parts or parts[0] not in _listed(root):
         return False
     named = parts[2:3] if parts[:2] == ("profiles", LABEL) else parts[1:2]
-    folders = [cache_root().joinpath(*parts[:count]) for count in range(1, len(parts))]
+    folders = [root.joinpath(*parts[:count]) for count in range(1, len(parts))]
     return (
         bool(named)
         and OWN_NAME.fullmatch(named[0]) is not None
@@ -171,9 +180,14 @@ def make_own_folder(kind: str) -> Path:
         CacheError: Another user can write it, or it is there with files that heterollm did not make.
         OSError: It cannot be made.
     """
-    folder = own_folder(kind)
+    return _make_listed(own_folder(kind), 0o700)
+
+
+def _make_listed(folder: Path, mode: int) -> Path:
+    """Make a subfolder of the cache or of an exported model, and note that heterollm made it."""
+    kind = folder.name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=mode, exist_ok=True)
     if kind in _listed(folder.parent):
         return folder
     names = {entry.name for entry in folder.iterdir()} - {LABEL}
@@ -184,7 +198,8 @@ def make_own_folder(kind: str) -> Path:
             fix=f"Point {CACHE_VARIABLE} at a folder without other files of such a name.",
         )
     flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
-    with os.fdopen(os.open(folder.parent / LIST, flags, 0o600), "ab") as file:
+    # Nobody else may write the list; others may copy an exported model.
+    with os.fdopen(os.open(folder.parent / LIST, flags, mode & 0o644), "ab") as file:
         file.write(f"{kind}\n".encode())
     return folder
 
@@ -196,11 +211,33 @@ def make_parent(target: Path) -> None:
         CacheError: Another user can write the cache, or the folder holds files that heterollm did not make.
         OSError: It cannot be made.
     """
+    for tree in _trees:
+        if target.is_relative_to(tree) and (parts := target.relative_to(tree).parts)[0] in KINDS:
+            _make_listed(tree / parts[0], 0o777)
+            return
     with contextlib.suppress(ValueError):
         parts = target.relative_to(cache_root()).parts if OWN_NAME.fullmatch(target.name) else ()
         if parts and parts[0] in KINDS:
             make_own_folder(parts[0])
     target.parent.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def own_tree(folder: Path) -> Iterator[None]:
+    """Treat a folder like the cache folder while this process writes an exported model into it."""
+    _trees.add(folder)
+    try:
+        yield
+    finally:
+        _trees.discard(folder)
+
+
+def delete_left(folder: Path) -> None:
+    """Delete locks, and files that a killed process left half written, in a folder of :func:`own_tree`."""
+    for kind in _listed(folder) & KINDS.keys():
+        for path in (folder / kind).iterdir():
+            if path.name.endswith((".lock", ".partial", ".building")):
+                delete_quietly(path)
 
 
 @contextlib.contextmanager

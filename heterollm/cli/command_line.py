@@ -27,6 +27,7 @@ from heterollm.cli import config as cli_config
 from heterollm.cli import demo as cli_demo
 from heterollm.cli import devices as cli_device
 from heterollm.cli import evaluate as cli_evaluate
+from heterollm.cli import export as cli_export
 from heterollm.cli import generate as cli_generate
 from heterollm.cli import models as cli_models
 from heterollm.cli import plan as cli_plan
@@ -97,6 +98,7 @@ for group in (
     cli_demo.commands,
     cli_models.commands,
     cli_evaluate.commands,
+    cli_export.commands,
     cli_compile.commands,
     cli_device.commands,
     cli_profile.commands,

@@ -6,22 +6,41 @@ is left out, as if it were not there: the file's options are for all commands an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from heterollm.base import Effect, OptionFacts, idle_options, refuse_idle
+from heterollm.base import EXPORTED, Effect, OptionFacts, idle_options, refuse_idle
 from heterollm.cli.panels import PanelCommand
+
+if TYPE_CHECKING:
+    from heterollm.planning import LoadKeywords
 
 BESIDE: Final = ("DEFAULT_MAP", "ENVIRONMENT")
 """Sources of options beside the command line."""
 
+OF_LOAD: Final = {"asymmetric": "symmetric", "techniques": "request"}
+"""Options of a load by those of a command that have other names."""
+
 _of_file: ContextVar[frozenset[str]] = ContextVar("_of_file", default=frozenset())
+_given: ContextVar[frozenset[str]] = ContextVar("_given", default=frozenset())
 
 
 def options_of_file() -> frozenset[str]:
     """Return the options of the running command that the file of defaults or the environment set."""
     return _of_file.get()
+
+
+def given_keywords(values: LoadKeywords) -> LoadKeywords:
+    """Return the options of a load that the user gave, so that an exported model's own are its defaults."""
+    from heterollm.planning import LoadOptions
+
+    usual, of_file = LoadOptions(), {OF_LOAD.get(name, name) for name in options_of_file()}
+    kept = {
+        name: value for name, value in values.items() if name in _given.get() or value != getattr(usual, name)
+    }
+    return cast("LoadKeywords", {**kept, "defaults": frozenset(of_file)})
 
 
 class CheckedCommand(PanelCommand):
@@ -47,14 +66,29 @@ def leave_idle_out(ctx: Any) -> None:  # noqa: ANN401 - of typer's own click
     """
     words = tuple(ctx.command_path.split()[1:])
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    effects = command_effects(words)
+    effects, facts = command_effects(words), _facts(ctx.params)
     of_file = {name for name, one in sources.items() if one is not None and one.name in BESIDE}
     own = {param.name: param for param in ctx.command.params}
-    for name in {name for name, _ in idle_options(effects, of_file, ctx.params)}:
+    for name in {name for name, _ in idle_options(effects, of_file, facts)}:
         ctx.params[name] = own[name].process_value(ctx, own[name].default)
         of_file.discard(name)
     _of_file.set(frozenset(of_file))
-    refuse_idle(effects, given_options(ctx), ctx.params)
+    _given.set(given_options(ctx))
+    refuse_idle(effects, given_options(ctx), _facts(ctx.params))
+
+
+def _facts(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of a command, with the device of the exported model that it names, if any."""
+    model = options.get("model")
+    if isinstance(model, list | tuple) and len(model) == 1:
+        model = model[0]
+    if not isinstance(model, str) or not os.path.isfile(os.path.join(model, EXPORTED)):  # noqa: PTH113, PTH118
+        return options
+    from heterollm.exported import ExportedFolder
+
+    found = ExportedFolder.find(model)
+    known = found is not None and options.get("device") == "auto"
+    return {**options, "device": found.manifest.device} if found is not None and known else options
 
 
 def command_effects(words: tuple[str, ...]) -> tuple[Effect, ...]:
@@ -101,7 +135,7 @@ def _is_simulated(facts: OptionFacts) -> bool:
     return is_simulated(facts["device"])
 
 
-LOADING: Final = ("generate", "chat", "serve", "eval", "plan", "compile", "profile", "doctor")
+LOADING: Final = ("generate", "chat", "serve", "eval", "plan", "export", "compile", "profile", "doctor")
 """Commands with options of a load; bench checks a configuration's, and simulate a case's."""
 
 SAMPLED: Final = "top_k top_p min_p seed"
@@ -155,6 +189,26 @@ OWN: Final[Mapping[tuple[str, ...], tuple[Effect, ...]]] = {
             ),
             "plans npu and layer, and one that is given, need no times",
             "Choose plan tensor, block or auto",
+        ),
+    ),
+    ("export",): (
+        Effect(
+            "soc",
+            lambda facts: facts["device"] == "snapdragon",
+            "only the graphs of a Snapdragon are compiled elsewhere",
+            "Choose --device snapdragon",
+        ),
+        Effect(
+            "context_layers",
+            lambda facts: facts["soc"] is not None,
+            "a device that is here knows how many layers share a context",
+            "Add --soc",
+        ),
+        Effect(
+            "profile",
+            lambda facts: not (facts["plan"] == "gpu" or _is_made(facts["plan"])),
+            "a plan that is given, or gpu, needs no times",
+            "Choose another plan",
         ),
     ),
     ("calibrate",): (

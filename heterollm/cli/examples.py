@@ -55,6 +55,10 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "list": ("heterollm list", "heterollm list --json"),
     "rm": ("heterollm rm HuggingFaceTB/SmolLM2-135M-Instruct",),
+    "export": (
+        "heterollm export MODEL --device host --plan layer -o exported",
+        "heterollm export MODEL --device snapdragon --soc 57 --profile phone.json --plan tensor -o phone",
+    ),
     "compile": (
         "heterollm compile MODEL --soc 57",
         "heterollm compile MODEL --soc 57 --plan npu --prompt 32,256",
@@ -114,6 +118,7 @@ SUMMARIES: Final[dict[str, str]] = {
     "list": "Show the models on this machine.",
     "rm": "Delete models from the caches.",
     "calibrate": "Measure a model's activations and attention heads on text.",
+    "export": "Put all that a device needs to run a model into a folder.",
     "compile": "Compile a Snapdragon's NPU graphs ahead.",
     "devices": "List the devices, and why one is not usable.",
     "doctor": "Check every operator on a device against float64.",

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from heterollm.cli.effects import options_of_file
-from heterollm.cli.options import ModelOptions, RunOptions, technique_request
+from heterollm.base import EXPORTED, ExportError
+from heterollm.cli.effects import given_keywords
+from heterollm.cli.options import ModelOptions, RunOptions, load_keywords
 
 if TYPE_CHECKING:
     from heterollm.llm import LLM
@@ -29,6 +30,11 @@ def load_model(model: str, options: ModelOptions, run: RunOptions, *, trace: boo
         ModelConfig.from_folder(Path(model))
         check_tokenizer(Path(model))
     if run.profile is not None:
+        if os.path.isfile(os.path.join(model, EXPORTED)):  # noqa: PTH113, PTH118
+            raise ExportError(
+                f"--profile {run.profile} is for a plan, and the exported model {model} has one.",
+                fix="Leave --profile out.",
+            )
         _profile_quickly(model, options, run)
     with report.progress_bars() as progress:
         # The imports alone take a moment, and the bar shows it.
@@ -38,28 +44,20 @@ def load_model(model: str, options: ModelOptions, run: RunOptions, *, trace: boo
         progress("Loading", 1, 1)
         llm = LLM.load(
             model,
-            device=options.device,
-            plan=options.plan,
-            request=technique_request(options.techniques, options.attention, options.overflow),
-            precision=options.weights.precision,
-            group_size=options.weights.group_size,
-            symmetric=not options.weights.asymmetric,
-            scales=options.weights.scales,
-            calibration=options.weights.calibration,
-            lora=options.lora,
-            context=options.context,
-            gpu_threads=run.threads.gpu_threads,
-            npu_threads=run.threads.npu_threads,
-            power=run.power,
-            allow_slow=run.allow_slow,
-            sync=run.sync,
-            allow_fallback=run.allow_fallback,
-            experts_gib=run.experts_gib,
-            kv_bits=run.kv_bits,
-            speculative=run.speculative,
-            guesses=run.guesses,
-            trace=trace,
-            defaults=options_of_file(),
+            **given_keywords(
+                {
+                    **load_keywords(options, run.threads),
+                    "power": run.power,
+                    "allow_slow": run.allow_slow,
+                    "sync": run.sync,
+                    "allow_fallback": run.allow_fallback,
+                    "experts_gib": run.experts_gib,
+                    "kv_bits": run.kv_bits,
+                    "speculative": run.speculative,
+                    "guesses": run.guesses,
+                    "trace": trace,
+                }
+            ),
             progress=progress,
         )
     if llm.device.reason:

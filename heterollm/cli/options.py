@@ -20,6 +20,7 @@ from heterollm.engine import Sync
 from heterollm.kernels.ops import Power, Precision, Scales
 
 if TYPE_CHECKING:
+    from heterollm.planning import LoadKeywords
     from heterollm.solver import AttentionRequest, Overflow, PlanRequest
 
 
@@ -278,6 +279,24 @@ class ModelOptions:
     techniques: TechniqueOption = ()
     attention: AttentionOptions = AttentionOptions()
     overflow: OverflowOption = "gpu"
+
+
+def load_keywords(options: ModelOptions, threads: ThreadOptions) -> LoadKeywords:
+    """Return options of a model as those of :meth:`heterollm.LLM.load`."""
+    return {
+        "device": options.device,
+        "plan": options.plan,
+        "request": technique_request(options.techniques, options.attention, options.overflow),
+        "precision": options.weights.precision,
+        "group_size": options.weights.group_size,
+        "symmetric": not options.weights.asymmetric,
+        "scales": options.weights.scales,
+        "calibration": options.weights.calibration,
+        "lora": options.lora,
+        "context": options.context,
+        "gpu_threads": threads.gpu_threads,
+        "npu_threads": threads.npu_threads,
+    }
 
 
 KvBitsOption = Annotated[

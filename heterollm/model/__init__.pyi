@@ -29,6 +29,8 @@ from .convert import Conversion as Conversion
 from .convert import convert_model as convert_model
 from .expert_layout import expert_specs as expert_specs
 from .expert_reader import ExpertReader as ExpertReader
+from .exported_checkpoint import ExportedCheckpoint as ExportedCheckpoint
+from .exported_checkpoint import write_floats as write_floats
 from .hub import pull_model as pull_model
 from .known import KNOWN_MODELS as KNOWN_MODELS
 from .known import FoundModel as FoundModel
@@ -62,5 +64,7 @@ from .tensor_file import checksums as checksums
 from .tensor_file import layout_tensors as layout_tensors
 from .tensor_file import written_tensors as written_tensors
 from .weights import ModelWeights as ModelWeights
+from .weights import exported_weights as exported_weights
 from .weights import load_weights as load_weights
+from .weights import read_floats as read_floats
 from .weights import shape_only_weights as shape_only_weights

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, FileIndex, OptionError, silent
+from heterollm.base import EXPORTED, CheckpointError, FileIndex, OptionError, silent
 from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.ops import WeightFormat
@@ -116,6 +116,11 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
 
 def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
     """Return the error of a file, or of a folder without weights; it names another format found there."""
+    if (path / EXPORTED).is_file():
+        return CheckpointError(
+            f"{path} is an exported model, which has no weights of a checkpoint.",
+            fix="Give the checkpoint that it was made from; `generate`, `chat` and `serve` take the folder.",
+        )
     return foreign_format(path) or CheckpointError(f"{path} {lack}", fix=fix)
 
 
@@ -257,6 +262,11 @@ class Checkpoint:
         if rows is not None:
             bits = bits.reshape(-1, bits.shape[-1])[rows[0] : rows[1]]
         return finite(bits.astype(np.float32), file.path, name)
+
+    def unchanged(self, name: str) -> NDArray[Any] | None:
+        """Return a float tensor as its file has it; None if reading changes it, or for other files."""
+        changed = name in self.factors or (self.adapter is not None and name in self.adapter.factors)
+        return None if changed or self._in_blocks(name) is not None else self.file(name).bits(name)
 
     def gather(self, name: str, rows: NDArray[np.int32]) -> NDArray[Any]:
         """Return some rows of a matrix, without the adapter, read from the mapped file alone.

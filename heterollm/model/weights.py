@@ -8,12 +8,13 @@ import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from heterollm.base import own_folder
+from heterollm.base import CheckpointError, own_folder
 from heterollm.kernels.formats import (
     QUANTIZER_VERSION,
     STEPPED_VERSION,
@@ -30,6 +31,7 @@ from heterollm.model.channel_file import ChannelFile, channel_file
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_rows, expert_specs, router_name
+from heterollm.model.exported_checkpoint import ExportedCheckpoint
 from heterollm.model.file_notes import file_notes
 from heterollm.model.layout import (
     HEAD_LAYER,
@@ -93,6 +95,7 @@ class ModelWeights:
         floats: Norms, biases, routers and learned positions, float32, by tensor name.
         checkpoint: Source of the float weights; None without values.
         quantized: File of the quantised weights; None without.
+        folder: Folder of the files of weights by channel; None for that of the cache.
     """
 
     config: ModelConfig
@@ -107,6 +110,7 @@ class ModelWeights:
     floats: Mapping[str, NDArray[np.float32]]
     checkpoint: Checkpoint | None = None
     quantized: TensorFile | None = None
+    folder: Path | None = None
 
     @property
     def final_norm(self) -> NDArray[np.float32]:
@@ -146,7 +150,7 @@ class ModelWeights:
         return self.floats[router_name(self.config, layer)]
 
     def channels(self, layer: int, group: Group, dtype: DTypeLike) -> ChannelFile | None:
-        """Return the float weights of a group by input channel, from a cache file; None without values.
+        """Return the float weights of a group by input channel, from a file of theirs; None without values.
 
         Raises:
             CheckpointError: A value is beyond the range of the type.
@@ -156,7 +160,7 @@ class ModelWeights:
             return None
         name = f"{self.content_key[:32]}.{layer}.{group}.{np.dtype(dtype)}.safetensors"
         members = tuple(linear_rows(self.config, layer)[group].values())
-        path = own_folder(WEIGHTS_FOLDER) / name
+        path = (self.folder or own_folder(WEIGHTS_FOLDER)) / name
         return channel_file(path, self.content_key, self.checkpoint, members, dtype)
 
     def bias(self, layer: int, group: Group) -> tuple[NDArray[np.float32], ...]:
@@ -249,6 +253,7 @@ def load_weights(
     float_dtype: DTypeLike = np.float16,
     progress: ByteProgress | None = None,
     cancelled: threading.Event | None = None,
+    folder: Path | None = None,
 ) -> ModelWeights:
     """Load a model's weights; quantise them, or take them from the cache, except at ``fp16``.
 
@@ -264,6 +269,7 @@ def load_weights(
         progress: Called with the bytes done and the total while the checkpoint is hashed and then quantised,
             if the cache does not have the result.
         cancelled: Stops quantising when set.
+        folder: Folder of the files of weights; None for that of the cache.
 
     Raises:
         CheckpointError: The checkpoint does not fit the configuration, or has an unusable value.
@@ -305,19 +311,59 @@ def load_weights(
     content = checkpoint.content_hash(_shifted(progress, 0, hashed_bytes + work_bytes))
     stored = "w4a16" if precision == "w4a8" else precision
     content_key = hashlib.sha256(f"{content} {stored} {variant}".encode()).hexdigest()
-    kept = {*formats, *mapped_tensors(config)}
-    float_names = tuple(name for name in expected_tensors(config) if name not in kept)
-    recipe = Recipe(content_key, formats, float_names, integers)
+    recipe = Recipe(content_key, formats, _float_names(config, formats), integers)
     file = None
     if precision == "fp16":
         linears, floats = _read_tensors(checkpoint, recipe, dtype)
     else:
         shifted = _shifted(progress, hashed_bytes, hashed_bytes + work_bytes)
-        path = own_folder(WEIGHTS_FOLDER) / f"{recipe.key[:32]}.safetensors"
+        path = (folder or own_folder(WEIGHTS_FOLDER)) / f"{recipe.key[:32]}.safetensors"
         file = cached_tensors(path, checkpoint, recipe, shifted, cancelled)
         linears, floats, errors = _quantized_tensors(file, recipe)
         notes += stored_notes(checkpoint, formats, errors)
-    return _model_weights(config, specs, content_key, notes, linears, floats, checkpoint, file)
+    return _model_weights(config, specs, content_key, notes, linears, floats, checkpoint, file, folder)
+
+
+def exported_weights(
+    checkpoint: ExportedCheckpoint,
+    config: ModelConfig,
+    specs: Sequence[OpSpec],
+    content_key: str,
+    notes: tuple[str, ...],
+    quantized: Path | None,
+    folder: Path,
+    float_dtype: DTypeLike,
+) -> ModelWeights:
+    """Return the weights of an exported model, whose files were checked.
+
+    Args:
+        checkpoint: Its float tensors.
+        config: The model.
+        specs: All its groups, the head last.
+        content_key: Hash of everything that determines the values.
+        notes: Those of the weights when they were exported.
+        quantized: File of the quantised weights; None at precision ``fp16``.
+        folder: Folder of the files of weights by channel.
+        float_dtype: Type of the weights at ``fp16``.
+
+    Raises:
+        CheckpointError: The file is of other weights.
+    """
+    formats = _formats(config, specs)
+    recipe = Recipe(content_key, formats, _float_names(config, formats))
+    file = None if quantized is None else TensorFile.open(quantized)
+    if file is None:
+        linears, floats = _read_tensors(checkpoint, recipe, np.dtype(float_dtype))
+    elif file.metadata.get("key") != content_key:
+        raise CheckpointError(f"{quantized} is a file of other weights.", fix="Export the model again.")
+    else:
+        linears, floats, _ = _quantized_tensors(file, recipe)
+    return _model_weights(config, specs, content_key, notes, linears, floats, checkpoint, file, folder)
+
+
+def read_floats(config: ModelConfig, precision: Precision) -> tuple[str, ...]:
+    """Return the tensors that a run reads from the checkpoint, beside the file of quantised weights."""
+    return tuple(expected_tensors(config) if precision == "fp16" else mapped_tensors(config))
 
 
 def shape_only_weights(config: ModelConfig, specs: Sequence[OpSpec]) -> ModelWeights:
@@ -331,8 +377,7 @@ def shape_only_weights(config: ModelConfig, specs: Sequence[OpSpec]) -> ModelWei
     linears = {
         name: shape_only_weight(*matrix_shape(shapes[name]), weight) for name, weight in formats.items()
     }
-    kept = {*formats, *mapped_tensors(config)}
-    floats = {name: shape_only_array(shape, np.float32) for name, shape in shapes.items() if name not in kept}
+    floats = {name: shape_only_array(shapes[name], np.float32) for name in _float_names(config, formats)}
     return _model_weights(config, specs, "shapes alone", (), linears, floats)
 
 
@@ -353,6 +398,12 @@ def _formats(config: ModelConfig, specs: Sequence[OpSpec]) -> dict[str, WeightFo
     return formats
 
 
+def _float_names(config: ModelConfig, formats: Mapping[str, WeightFormat]) -> tuple[str, ...]:
+    """Return the norms, biases and the like, which a model holds as float32."""
+    kept = {*formats, *mapped_tensors(config)}
+    return tuple(name for name in expected_tensors(config) if name not in kept)
+
+
 def _model_weights(
     config: ModelConfig,
     specs: Sequence[OpSpec],
@@ -362,6 +413,7 @@ def _model_weights(
     floats: Mapping[str, NDArray[np.float32]],
     checkpoint: Checkpoint | None = None,
     quantized: TensorFile | None = None,
+    folder: Path | None = None,
 ) -> ModelWeights:
     shapes = expected_tensors(config)
     formats = _formats(config, specs)
@@ -381,6 +433,7 @@ def _model_weights(
         floats=floats,
         checkpoint=checkpoint,
         quantized=quantized,
+        folder=folder,
     )
 
 

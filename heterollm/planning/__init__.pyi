@@ -1,9 +1,13 @@
 from .ahead import Precompiled as Precompiled
+from .ahead import build_graphs as build_graphs
+from .ahead import open_compiler as open_compiler
+from .ahead import plan_ahead as plan_ahead
 from .ahead import precompile as precompile
 from .auto import Threads as Threads
 from .calibrated import calibrated_experts as calibrated_experts
 from .calibrated import calibrated_ranges as calibrated_ranges
 from .calibrated import calibrated_scales as calibrated_scales
+from .calibrated import calibration_key as calibration_key
 from .core_split import CoreSplit as CoreSplit
 from .core_split import other_splits as other_splits
 from .inputs import PlanInputs as PlanInputs
@@ -23,6 +27,7 @@ from .load_options import load_facts as load_facts
 from .load_options import technique_facts as technique_facts
 from .notes import profile_words as profile_words
 from .plan import make_plan as make_plan
+from .plan import read_plan as read_plan
 from .planned import Planned as Planned
 from .profiled_model import ProfiledModel as ProfiledModel
 from .profiling import KeptRecords as KeptRecords

@@ -1,4 +1,4 @@
-"""Compiles a Snapdragon's NPU graphs ahead, on an x86 machine, into the same cache that a device reads.
+"""Builds a plan's NPU graphs; a Snapdragon's ahead, on an x86 machine, into the cache that a device reads.
 
 Compiling on the device takes its time and memory at the first load. QNN's compiler in the x86-64 Linux wheel
 makes the same context binaries for any chip, and files them under names that do not depend on the machine.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -41,19 +41,23 @@ from heterollm.kernels.npu import (
     GRAPHS_FOLDER,
     SOCS,
     BuiltGraph,
+    ContextPackager,
     GraphForm,
+    GraphKeeper,
     GraphShard,
     QnnNpu,
     ScoresShard,
+    StaticRanges,
     WeightShard,
     chosen_context_layers,
 )
 from heterollm.kernels.ops import Group, Precision, Scales
-from heterollm.model import ALL_GROUPS, Checkpoint, ModelConfig, load_weights
+from heterollm.model import ALL_GROUPS, Checkpoint, ModelConfig, ModelWeights, load_weights
 from heterollm.planning.calibrated import calibrated_ranges
 from heterollm.planning.inputs import inputs_of_file
 from heterollm.planning.load_options import LoadOptions, choose_context
 from heterollm.planning.plan import make_plan
+from heterollm.planning.planned import Planned
 from heterollm.profiler.records import Profile
 from heterollm.solver import Plan, PlanRequest
 
@@ -192,23 +196,13 @@ def precompile(
         scales=scales,
         calibration=calibration,
     )
-    if soc not in SOCS:
-        known = ", ".join(f"{number} ({entry.name})" for number, entry in SOCS.items())
-        raise OptionError(f"There is no chip {soc!r}.", fix=f"Choose a number among {known}.")
     layers = _context_layers(context_layers, partly=prompts is not None or not decode)
-    npu = QnnNpu(emulator=True, soc_model=soc, context_layers=layers)
+    npu = open_compiler(soc, layers)
     wanted = _wanted(prompts, decode, npu.standard_lengths)
     checkpoint = Checkpoint(model)
     config = ModelConfig.from_folder(checkpoint.folder)
     positions = choose_context(config, context)
-    inputs = inputs_of_file(
-        *(options, config, positions, _profile(profile)),
-        device=TARGET_DEVICE,
-        standard_lengths=npu.standard_lengths,
-    )
-    planned = make_plan(inputs)
-    chosen = planned.plan
-    check_runs(config, inputs.specs, chosen, npu)
+    planned = plan_ahead(npu, options, config, positions, profile)
     weights = load_weights(
         checkpoint,
         config,
@@ -220,25 +214,16 @@ def precompile(
         progress=lambda done, total: report("Quantising weights", done, total),
     )
     ranges = calibrated_ranges(options.weights_calibration, weights)
-    every = dict.fromkeys(planned_graphs(chosen, (*weights.specs, *weights.experts), ranges))
-    # Capacities of experts are no lengths of prompts.
-    graphs = [graph for graph in every if graph.length in wanted or graph.experts]
-    members = config.attention.heads // config.attention.kv_heads
-    scores = [graph for graph in score_graphs(config, chosen, positions) if graph[1] // members in wanted]
-    if not (graphs or scores):
+    builds = build_graphs(npu, npu, planned.plan, weights, ranges, positions, report, wanted=wanted)
+    if not builds:
         raise OptionError(
-            f"Plan {chosen.level!r} runs no graph of these lengths on the NPU: nothing is to compile.",
+            f"Plan {planned.plan.level!r} runs no graph of these lengths on the NPU: nothing is to compile.",
             fix="Choose plan level layer or npu, or other lengths.",
         )
-    contexts = planned_contexts(graphs, layers)
-    shard_of = functools.partial(planned_shard, weights, ranges)
-    npu.package(context_graphs(contexts, shard_of))
-    _check_disk(npu, contexts, shard_of, len(scores))
-    builds = (*_build(npu, contexts, shard_of, report), *_build_scores(npu, scores, members, report))
     return Precompiled(
         soc,
         SOCS[soc].name,
-        chosen.level,
+        planned.plan.level,
         precision,
         own_folder(GRAPHS_FOLDER),
         npu.versions(),
@@ -247,7 +232,101 @@ def precompile(
     )
 
 
-def _profile(path: Path | None) -> Profile | None:
+def open_compiler(soc: str, context_layers: int | None = None) -> QnnNpu:
+    """Return the compiler of a chip's graphs.
+
+    Args:
+        soc: Qualcomm's number of the chip.
+        context_layers: Layers that share a context; None as ``$HETEROLLM_CONTEXT_LAYERS`` says, else 1.
+
+    Raises:
+        OptionError: There is no such chip, or the number of layers is negative.
+        DeviceError: This machine has no compiler.
+    """
+    if soc not in SOCS:
+        known = ", ".join(f"{number} ({entry.name})" for number, entry in SOCS.items())
+        raise OptionError(f"There is no chip {soc!r}.", fix=f"Choose a number among {known}.")
+    return QnnNpu(emulator=True, soc_model=soc, context_layers=_context_layers(context_layers, partly=False))
+
+
+def plan_ahead(
+    npu: QnnNpu, options: LoadOptions, config: ModelConfig, context: int, profile: str | Path | None
+) -> Planned:
+    """Return the plan of a Snapdragon that is not here, after a check that its NPU runs it.
+
+    Args:
+        npu: The compiler of its graphs.
+        options: Of the load.
+        config: The model.
+        context: Positions of a session.
+        profile: File of the device's profile, for the solver's levels and for techniques.
+
+    Raises:
+        HeteroLLMError: The plan, the profile or an option is not usable.
+    """
+    inputs = inputs_of_file(
+        *(options, config, context, _profile(profile)),
+        device=TARGET_DEVICE,
+        standard_lengths=npu.standard_lengths,
+    )
+    planned = make_plan(inputs)
+    check_runs(config, inputs.specs, planned.plan, npu)
+    return planned
+
+
+def build_graphs(
+    keeper: GraphKeeper,
+    packager: ContextPackager | None,
+    plan: Plan,
+    weights: ModelWeights,
+    ranges: Mapping[tuple[int, Group], StaticRanges],
+    context: int,
+    report: Progress,
+    *,
+    wanted: frozenset[int] | None = None,
+    folder: Path | None = None,
+) -> tuple[GroupBuild, ...]:
+    """Build every graph that some pass of a plan runs, and return the builds by group and length.
+
+    Args:
+        keeper: Builds and keeps the graphs.
+        packager: The same NPU, if it puts several graphs into a context.
+        plan: The plan.
+        weights: The model's weights.
+        ranges: Calibrated ranges by layer and group.
+        context: Positions of a session.
+        report: Called with a stage's name, steps done and steps in all.
+        wanted: Lengths of prompts and decode to build for; None for all.
+        folder: Folder of the graphs; None for that of the cache.
+
+    Raises:
+        GraphError: A graph does not compile.
+        CacheError: The disk has too little room, before anything is built; or the folder cannot be written.
+    """
+    layers = 0 if packager is None else packager.context_layers
+    every = dict.fromkeys(planned_graphs(plan, (*weights.specs, *weights.experts), ranges))
+    # Capacities of experts are no lengths of prompts.
+    graphs = [graph for graph in every if wanted is None or graph.length in wanted or graph.experts]
+    members = weights.config.attention.heads // weights.config.attention.kv_heads
+    scores = [
+        graph
+        for graph in score_graphs(weights.config, plan, context)
+        if wanted is None or graph[1] // members in wanted
+    ]
+    if not (graphs or scores):
+        return ()
+    contexts = planned_contexts(graphs, layers)
+    shard_of = functools.partial(planned_shard, weights, ranges)
+    if packager is not None:
+        packager.package(context_graphs(contexts, shard_of))
+    files = contexts
+    if not keeper.graphs_by_length:
+        files = list({replace(context[0], length=1): context for context in contexts}.values())
+    _check_disk(keeper, files, shard_of, len(scores), folder or make_own_folder(GRAPHS_FOLDER))
+    return (*_build(keeper, contexts, shard_of, report), *_build_scores(keeper, scores, members, report))
+
+
+def _profile(path: str | Path | None) -> Profile | None:
     """Return a Snapdragon's profile from a file.
 
     Raises:
@@ -255,7 +334,7 @@ def _profile(path: Path | None) -> Profile | None:
     """
     if path is None:
         return None
-    profile = Profile.load(path)
+    profile = Profile.load(Path(path))
     if profile.device != TARGET_DEVICE:
         raise ProfileError(
             f"{path} is a profile of {profile.device!r}, and graphs are compiled for {TARGET_DEVICE}.",
@@ -295,10 +374,11 @@ def _wanted(prompts: Sequence[int] | None, decode: bool, standard: tuple[int, ..
 
 
 def _check_disk(
-    npu: QnnNpu,
+    npu: GraphKeeper,
     contexts: Sequence[tuple[PlannedGraph, ...]],
     shard_of: Callable[[PlannedGraph], WeightShard],
     scores: int,
+    folder: Path,
 ) -> None:
     """Refuse builds that the disk cannot hold, with so many graphs of scores.
 
@@ -317,8 +397,7 @@ def _check_disk(
         count += len(context)
     # While a context is built, the weights of each of its graphs lie beside its binary.
     needed_bytes += max((sum(graph.weight_bytes for graph in context) for context in contexts), default=0)
-    folder = make_own_folder(GRAPHS_FOLDER)
-    free_bytes = shutil.disk_usage(folder).free
+    free_bytes = shutil.disk_usage(folder if folder.is_dir() else folder.parent).free
     if needed_bytes > free_bytes:
         raise CacheError(
             f"{count} graphs take about {format_bytes(needed_bytes)}, and {folder} has "
@@ -329,7 +408,7 @@ def _check_disk(
 
 
 def _build(
-    npu: QnnNpu,
+    npu: GraphKeeper,
     contexts: Sequence[tuple[PlannedGraph, ...]],
     shard_of: Callable[[PlannedGraph], WeightShard],
     report: Progress,
@@ -353,7 +432,7 @@ def _build(
 
 
 def _build_scores(
-    npu: QnnNpu, graphs: Sequence[tuple[ScoresShard, int]], members: int, report: Progress
+    npu: GraphKeeper, graphs: Sequence[tuple[ScoresShard, int]], members: int, report: Progress
 ) -> Iterator[GroupBuild]:
     """Build graphs of scores, and yield the builds of each length."""
     built: dict[int, list[tuple[int, BuiltGraph, float]]] = {}
@@ -367,7 +446,7 @@ def _build_scores(
 
 
 def _timed(
-    npu: QnnNpu, shard: GraphShard, length: int, form: GraphForm | None = None
+    npu: GraphKeeper, shard: GraphShard, length: int, form: GraphForm | None = None
 ) -> tuple[BuiltGraph, float]:
     """Build a graph; return it with the seconds that compiling it took."""
     started = time.perf_counter()

@@ -129,7 +129,8 @@ class LoadOptions:
         if self.calibration is not None and not isinstance(self.calibration, str | Path):
             raise OptionError(f"The calibration is {self.calibration!r:.80}.", fix="Give the path of a file.")
         techniques = () if self.request is None else self.request.techniques
-        if self.precision == "w8a8" and self.calibration is None and self.plan != "gpu":
+        alone = self.plan == "gpu" or (isinstance(self.plan, Plan) and not self.plan.uses_npu)
+        if self.precision == "w8a8" and self.calibration is None and not alone:
             raise OptionError(
                 "Precision w8a8 needs the calibrated ranges of the model's activations.",
                 fix="Run `heterollm calibrate MODEL --precision w8a8 -o FILE` and give --calibration FILE, "

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from heterollm.base import CacheKind, Section
     from heterollm.benchmarks import Evaluation
     from heterollm.engine import ExpertReads
+    from heterollm.exporting import Exported
     from heterollm.kernels.device import Device, DeviceStatus
     from heterollm.model import Conversion, StoredModel
     from heterollm.planning import Precompiled
@@ -470,6 +471,26 @@ def models_table(models: Sequence[StoredModel]) -> Table:
         paths = "\n".join(str(path) for path in model.paths)
         made.add_row(model.name, model.kind, format_bytes(model.size_bytes), paths)
     return made
+
+
+def export_report(result: Exported) -> Group:
+    """Return the content of an exported model, and the command that runs it."""
+    made = table("content", ">files", ">size")
+    for part in result.parts:
+        made.add_row(part.name, str(part.files), format_bytes(part.size_bytes))
+    made.add_section()
+    made.add_row("all", str(sum(part.files for part in result.parts)), format_bytes(result.size_bytes))
+    software = ", ".join(f"{name} {number}" for name, number in result.versions.items())
+    return Group(
+        Text(
+            f"{result.folder}: device {result.device}, plan {result.plan}, {result.precision}, up to "
+            f"{result.context} positions"
+        ),
+        made,
+        *(Text(text) for text in result.notes),
+        Text(f'`heterollm generate {result.folder} "Once upon a time"` runs it; the folder can be moved.'),
+        note(f"Made by {software}. OpenCL programs are compiled where it runs: they are no portable files."),
+    )
 
 
 def precompile_report(result: Precompiled) -> Group:

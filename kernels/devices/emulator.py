@@ -23,6 +23,7 @@ def open_emulator(wanted: Opening) -> Device:
         *("emulator", runtime, npu, split, npu.activation_dtype, half, "emulated"),
         power_switch=npu.power,
         packager=npu,
+        keeper=npu,
     )
 
 

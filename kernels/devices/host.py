@@ -23,7 +23,7 @@ def open_host(wanted: Opening) -> Device:
 
     npu = HostNpu(threads=len(split.npu_cores)) if split.npu_cores else None
     float32 = np.dtype(np.float32)
-    return Device("host", runtime, npu, split, float32, float32, "real")
+    return Device("host", runtime, npu, split, float32, float32, "real", keeper=npu)
 
 
 KIND = DeviceKind(

@@ -28,7 +28,7 @@ def open_opencl(wanted: Opening) -> Device:
 
     npu = HostNpu(threads=len(npu_cores)) if npu_cores else None
     float32, float16 = np.dtype(np.float32), np.dtype(np.float16)
-    return Device("opencl", runtime, npu, ThreadSplit((), npu_cores), float32, float16, "real")
+    return Device(*("opencl", runtime, npu, ThreadSplit((), npu_cores), float32, float16, "real"), keeper=npu)
 
 
 KIND = DeviceKind(

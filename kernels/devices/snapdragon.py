@@ -41,6 +41,7 @@ def open_snapdragon(wanted: Opening) -> Device:
         power=power,
         power_switch=npu.power,
         packager=npu,
+        keeper=npu,
     )
 
 

@@ -257,6 +257,7 @@ class DeviceTuning:
         self.identity = identity
         self.enabled = os.environ.get(IGNORE_VARIABLE) != "off" if enabled is None else enabled
         self._table: TuningTable | None = None
+        self._taken = False
 
     @property
     def table(self) -> TuningTable:
@@ -268,6 +269,25 @@ class DeviceTuning:
                 logger.warning("%s The kernels run with their default parameters.", error.message)
                 self._table = TuningTable(self.identity)
         return self._table
+
+    def take(self, text: bytes) -> str:
+        """Use the parameters of a file from elsewhere; quarantined ones of this device stay quarantined.
+
+        Returns:
+            The reason why they are not used, such as another driver; else empty.
+        """
+        try:
+            table = TuningTable.from_json(text, self.identity)
+        except OptionError as error:
+            return error.message
+        table.quarantined += self.table.quarantined
+        table.tuned = {
+            shape: tuned
+            for shape, tuned in table.tuned.items()
+            if not table.is_quarantined(shape, tuned.parameters)
+        }
+        self._table, self._taken = table, True
+        return ""
 
     def parameters(self, shape: ShapeClass) -> KernelParameters | None:
         """Return the tuned parameters of a shape class, or None."""
@@ -288,10 +308,14 @@ class DeviceTuning:
     def change(self, change: Callable[[TuningTable], object]) -> None:
         """Change the table and its file; log a warning if the file cannot be written."""
         try:
-            self._table = change_table(self.identity, change)
+            table = change_table(self.identity, change)
         except CacheError as error:
             logger.warning("What tuning found is not kept: %s", error.message)
+            table = None
+        if table is None or self._taken:
             change(self.table)
+        else:
+            self._table = table
 
 
 def read_table(identity: DeviceIdentity) -> TuningTable:

@@ -7,14 +7,15 @@ from .protocol import INTEGER_FORMS as INTEGER_FORMS
 from .protocol import K_SPLIT_COLUMNS as K_SPLIT_COLUMNS
 from .protocol import STANDARD_LENGTHS as STANDARD_LENGTHS
 from .protocol import TILE_OF_INTEGERS as TILE_OF_INTEGERS
+from .protocol import BuiltGraph as BuiltGraph
 from .protocol import GraphForm as GraphForm
+from .protocol import GraphKeeper as GraphKeeper
 from .protocol import NpuBackend as NpuBackend
 from .protocol import NpuGraph as NpuGraph
 from .protocol import TimeKind as TimeKind
 from .protocol import check_form as check_form
 from .protocol import edge_dtype as edge_dtype
 from .protocol import graph_memory as graph_memory
-from .qnn import BuiltGraph as BuiltGraph
 from .qnn import QnnNpu as QnnNpu
 from .qnn_binaries import GRAPHS_FOLDER as GRAPHS_FOLDER
 from .qnn_child import answer_parent as answer_parent

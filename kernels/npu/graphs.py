@@ -86,8 +86,8 @@ def shard_digest(shard: GraphShard) -> str:
     return digest.hexdigest()
 
 
-def graph_identity(shard: GraphShard, form: GraphForm, length: int) -> dict[str, Any]:
-    """Return all that a graph computes, as JSON can hold it."""
+def graph_identity(shard: GraphShard, form: GraphForm, length: int | None) -> dict[str, Any]:
+    """Return all that a graph computes, as JSON can hold it; the length None is a symbolic one."""
     if isinstance(shard, ScoresShard):
         return asdict(shard) | {"form": form, "length": length}
     identity: dict[str, Any] = {
@@ -136,6 +136,7 @@ def write_graph(
     folder: Path,
     length: int | None = None,
     *,
+    name: str = "graph",
     k_split_columns: int = K_SPLIT_COLUMNS,
 ) -> Path:
     """Write a shard's model and weights into ``folder`` and return the model's path.
@@ -144,8 +145,9 @@ def write_graph(
         shard: The shard.
         form: Graph form.
         dtype: float16 or float32 of activations, scales and float weights.
-        folder: Existing folder; ``graph.onnx`` and ``graph.weights`` in it are overwritten.
+        folder: Existing folder; the model ``<name>.onnx`` and the weights ``<name>.weights`` are overwritten.
         length: Tokens of a static graph; None leaves ``m`` symbolic.
+        name: Name of the files.
         k_split_columns: Most inputs of one range of a k-split.
 
     Raises:
@@ -169,23 +171,23 @@ def write_graph(
         build_experts(shard, form, body, k_split_columns)
     else:
         build_linear(shard, form, body, k_split_columns)
-    weights = folder / "graph.weights"
+    weights = folder / f"{name}.weights"
     tokens: int | str = "m" if length is None else length
     tensors = graph_tensors(shard, OPEN_LENGTH if length is None else length, edge_dtype(form, dtype))
     if isinstance(shard, ScoresShard):
-        name = f"scores_{shard.heads}x{shard.keys}"
+        title = f"scores_{shard.heads}x{shard.keys}"
     else:
-        name = f"{shard.group}_{shard.layer}_{shard.rows}x{shard.columns}"
+        title = f"{shard.group}_{shard.layer}_{shard.rows}x{shard.columns}"
     graph = helper.make_graph(
         body.nodes,
-        f"{name}_{tokens}_{shard_digest(shard)[:16]}",
-        [_value_info(name, tensor) for name, tensor in tensors.inputs.items()],
-        [_value_info(name, tensor) for name, tensor in tensors.outputs.items()],
+        f"{title}_{tokens}_{shard_digest(shard)[:16]}",
+        [_value_info(*named) for named in tensors.inputs.items()],
+        [_value_info(*named) for named in tensors.outputs.items()],
         _write_tensors(body.tensors, weights),
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", MICROSOFT_OPSET)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
-    path = folder / "graph.onnx"
+    path = folder / f"{name}.onnx"
     path.write_bytes(model.SerializeToString())
     return path
 

@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from heterollm.base import DeviceError, GraphError, OptionError, scratch_folder
 from heterollm.kernels.npu.forms import every_form
-from heterollm.kernels.npu.graphs import write_graph
-from heterollm.kernels.npu.protocol import STANDARD_LENGTHS, GraphForm, TimeKind, check_form, edge_dtype
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_graph
+from heterollm.kernels.npu.protocol import (
+    STANDARD_LENGTHS,
+    BuiltGraph,
+    GraphFolders,
+    GraphForm,
+    TimeKind,
+    check_form,
+    edge_dtype,
+)
+from heterollm.kernels.npu.qnn_binaries import ContextBinary
 from heterollm.kernels.npu.session import HeldSession, SessionGraph, runtime_errors, session_options
 from heterollm.kernels.npu.shapes import GraphShape
 from heterollm.kernels.npu.shards import GraphShard, ShardKey
@@ -46,8 +56,6 @@ class HostNpu:
     standard_lengths = STANDARD_LENGTHS
     row_alignment = 64
     activation_dtype: np.dtype[Any] = np.dtype(np.float32)
-    loaded_count = 0
-    """Always 0: a graph is built in milliseconds, so none is cached."""
 
     def __init__(self, threads: int = 1) -> None:
         if threads < 1:
@@ -55,6 +63,10 @@ class HostNpu:
         _share_arena()
         self.threads = threads
         self.compiled_count = 0
+        self.loaded_count = 0
+        """Graphs of exported models alone: the cache keeps none, since one is built in milliseconds."""
+        self._folders = GraphFolders()
+        self._checked: set[Path] = set()
         self._sessions: dict[tuple[ShardKey, GraphForm], HeldSession] = {}
 
     def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
@@ -68,10 +80,30 @@ class HostNpu:
         chosen = check_form(self, shard, length, form, any_length=any_length)
         key = (shard.key, chosen)
         if key not in self._sessions:
-            self._sessions[key] = HeldSession(self._open(shard, chosen))
-            self.compiled_count += 1
+            self._sessions[key] = HeldSession(self._kept(shard, chosen) or self._built(shard, chosen))
         dtype = edge_dtype(chosen, self.activation_dtype)
         return SessionGraph(self._sessions[key], shard, length, dtype)
+
+    def keep_graphs(self, weights_key: str, folder: Path) -> None:
+        """Keep graphs in a folder; see :class:`heterollm.kernels.npu.GraphKeeper`."""
+        self._folders.add(weights_key, folder)
+
+    def build(self, shard: GraphShard, length: int, form: GraphForm | None = None) -> BuiltGraph:
+        """Put a graph of all lengths into its folder; see :class:`heterollm.kernels.npu.GraphKeeper`."""
+        chosen = check_form(self, shard, length, form)
+        stored = self._stored(shard, chosen)
+        # One file serves all lengths, and checking it reads it.
+        compiled = stored.model not in self._checked and stored.problem() is not None
+        self._checked.add(stored.model)
+        if compiled:
+            own = shard, chosen, self.activation_dtype
+            stored.build(lambda folder, models: write_graph(*own, folder, name=models[0].stem))
+            self.compiled_count += 1
+        return BuiltGraph(stored.size_bytes, compiled, "")
+
+    def stored_bytes(self, shard: GraphShard, length: int, form: GraphForm | None = None) -> int:
+        """Return the bytes of a graph in its folder; see :class:`heterollm.kernels.npu.GraphKeeper`."""
+        return self._stored(shard, check_form(self, shard, length, form)).size_bytes
 
     def cpu_times_us(
         self,
@@ -98,8 +130,38 @@ class HostNpu:
         """Drop all sessions."""
         self._sessions.clear()
 
-    def _open(self, shard: GraphShard, form: GraphForm) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+    def _stored(self, shard: GraphShard, form: GraphForm) -> ContextBinary:
+        """Return the files of a graph in its folder."""
+        identity = graph_identity(shard, form, None) | {"dtype": str(self.activation_dtype)}
+        return ContextBinary(
+            identity, {"graph_version": GRAPH_VERSION}, self._folders.of(shard), ending=".weights"
+        )
+
+    def _kept(self, shard: GraphShard, form: GraphForm) -> Any:  # noqa: ANN401 - onnxruntime ships no types
+        """Open a session from a folder of graphs; None for a shard whose graphs lie in none."""
+        if self._folders.of(shard) is None:
+            return None
+        stored = self._stored(shard, form)
+        if (problem := stored.problem(contents=False)) is not None:
+            self._folders.refuse(shard, shard.label, problem)
+        self.loaded_count += 1
+        return self._open(shard, stored.model)
+
+    def _built(self, shard: GraphShard, form: GraphForm) -> Any:  # noqa: ANN401
         """Open a session through a temporary file, which ONNX Runtime maps rather than copies."""
+        try:
+            with scratch_folder("heterollm-graph-") as folder:  # Windows keeps mapped files: they stay there
+                session = self._open(shard, write_graph(shard, form, self.activation_dtype, folder))
+        except OSError as error:
+            reason = error.strerror or error
+            raise GraphError(
+                f"Cannot write the graph of {shard.label} into {tempfile.gettempdir()}: {reason}.",
+                fix="Free some space there, or set TMPDIR to another folder.",
+            ) from error
+        self.compiled_count += 1
+        return session
+
+    def _open(self, shard: GraphShard, model: Path) -> Any:  # noqa: ANN401
         import onnxruntime
 
         options = session_options(self.threads)
@@ -110,15 +172,7 @@ class HostNpu:
         # ONNX Runtime would round the inputs of integer forms to 8 bits.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         try:
-            with scratch_folder("heterollm-graph-") as folder:  # Windows keeps mapped files: they stay there
-                model = write_graph(shard, form, self.activation_dtype, folder)
-                return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
-        except OSError as error:
-            reason = error.strerror or error
-            raise GraphError(
-                f"Cannot write the graph of {shard.label} into {tempfile.gettempdir()}: {reason}.",
-                fix="Free some space there, or set TMPDIR to another folder.",
-            ) from error
+            return onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
         except runtime_errors() as error:
             raise GraphError(f"ONNX Runtime refused the graph of {shard.label}: {error}") from error
 

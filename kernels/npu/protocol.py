@@ -8,6 +8,8 @@ outputs by name (:class:`GraphTensors`), row-major, in place in memory that the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
@@ -222,6 +224,81 @@ class NpuBackend(Protocol):
 
     def close(self) -> None:
         """Free all sessions; graphs must not run afterwards. May be called twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltGraph:
+    """Result of :meth:`GraphKeeper.build`.
+
+    Args:
+        size_bytes: Size of the files of the graph, or of its context.
+        compiled: Whether this call compiled it; otherwise the folder had it.
+        refusal: Reason why this machine does not load it; empty if it does.
+    """
+
+    size_bytes: int
+    compiled: bool
+    refusal: str
+
+
+class GraphKeeper(NpuBackend, Protocol):
+    """An NPU that can keep the graphs of a model as files, so that a later load builds none."""
+
+    def keep_graphs(self, weights_key: str, folder: Path) -> None:
+        """Keep the graphs of some weights in a folder: :meth:`build` writes them there.
+
+        From then on ``prepare`` opens them from there alone, and refuses one that is missing or damaged.
+
+        Args:
+            weights_key: Content hash of the weights.
+            folder: Folder of the graphs.
+        """
+
+    def build(self, shard: GraphShard, length: int, form: GraphForm | None = None) -> BuiltGraph:
+        """Put a graph into its folder, with the others of its context, and keep no session.
+
+        Raises:
+            GraphError: As :meth:`NpuBackend.prepare`.
+            CacheError: The folder cannot be written or locked.
+        """
+
+    def stored_bytes(self, shard: GraphShard, length: int, form: GraphForm | None = None) -> int:
+        """Return the bytes that a graph takes in its folder, damaged or not; 0 if it is missing.
+
+        Raises:
+            GraphError: As :meth:`NpuBackend.prepare`.
+        """
+
+
+class GraphFolders:
+    """The folders of graphs that lie in none of the cache, by the weights of their model."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, Path] = {}
+
+    def add(self, weights_key: str, folder: Path) -> None:
+        """Use a folder for the graphs of some weights."""
+        self._folders[weights_key] = folder
+
+    def of(self, shard: GraphShard) -> Path | None:
+        """Return the folder of a shard's graphs; None for that of the cache."""
+        if isinstance(shard, ScoresShard):
+            # They have no weights, and a draft has no sparse attention.
+            return next(iter(self._folders.values()), None)
+        return self._folders.get(shard.weights_key)
+
+    def refuse(self, shard: GraphShard, label: str, problem: str) -> None:
+        """Refuse to build a graph that a folder should hold.
+
+        Raises:
+            GraphError: The shard's graphs lie in a folder.
+        """
+        folder = self.of(shard)
+        if folder is not None:
+            fix = "Export the model again with `heterollm export`, by the versions that run it."
+            if problem.startswith("not safe"):
+                fix = f"Take that right away: `chmod -R go-w {folder}`."
+            raise GraphError(f"The NPU graph of {label} in {folder} is {problem}.", fix=fix)
 
 
 def edge_dtype(form: GraphForm, dtype: np.dtype[Any]) -> np.dtype[Any]:

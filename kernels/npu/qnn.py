@@ -15,7 +15,7 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,6 +47,8 @@ from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_gr
 from heterollm.kernels.npu.protocol import (
     INTEGER_FORMS,
     STANDARD_LENGTHS,
+    BuiltGraph,
+    GraphFolders,
     GraphForm,
     TimeKind,
     check_form,
@@ -92,21 +94,6 @@ CHILD_WEIGHT_BYTES = 16 * MIB
 LEAVE: Final = "With `--allow-fallback` the GPU goes on alone."
 
 SHARED_REFUSAL: Final = "a context with shared weights loads on a Hexagon only"
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltGraph:
-    """Result of :meth:`QnnNpu.build`.
-
-    Args:
-        size_bytes: Size of the files of the graph's context in the cache.
-        compiled: Whether this call compiled the context; otherwise the cache had it.
-        refusal: Reason why QNN does not load it on this machine; empty if it does.
-    """
-
-    size_bytes: int
-    compiled: bool
-    refusal: str
 
 
 class QnnNpu:
@@ -171,6 +158,7 @@ class QnnNpu:
         self.context_layers = context_layers
         self._reuses_io = False
         self._contexts = HeldContexts()
+        self._folders = GraphFolders()
         self._packages: dict[tuple[Any, ...], tuple[ContextGraph, ...]] = {}
         self._temporary: Path | None = None
         self._removable: dict[GraphIdentity, ContextBinary] = {}
@@ -274,24 +262,20 @@ class QnnNpu:
         """Memory that the open contexts take, by their weights, inputs and outputs."""
         return self._contexts.open_bytes
 
-    def stored_bytes(self, shard: GraphShard, length: int, form: GraphForm | None = None) -> int:
-        """Return the bytes that a shard's graph takes in the cache, damaged or not; 0 if it is missing.
+    def keep_graphs(self, weights_key: str, folder: Path) -> None:
+        """Keep graphs in a folder; see :class:`heterollm.kernels.npu.GraphKeeper`."""
+        self._folders.add(weights_key, folder)
 
-        Raises:
-            GraphError: As :meth:`prepare`.
-        """
+    def stored_bytes(self, shard: GraphShard, length: int, form: GraphForm | None = None) -> int:
+        """Return the bytes of a graph in its folder; see :class:`heterollm.kernels.npu.GraphKeeper`."""
         chosen = check_form(self, shard, length, form)
         return self._stored(self._context_of(shard, length, form, chosen)).size_bytes
 
     def build(self, shard: GraphShard, length: int, form: GraphForm | None = None) -> BuiltGraph:
-        """Put a graph into the cache, with the others of its context, and keep no session.
+        """Put a graph into its folder; see :class:`heterollm.kernels.npu.GraphKeeper`.
 
-        Checks whether a context of one graph loads on this machine; one for a newer Hexagon than the emulated
-        one does not. Contexts of several graphs are never loaded here.
-
-        Raises:
-            GraphError: As :meth:`prepare`.
-            CacheError: The cache folder cannot be written or locked.
+        By default that is the cache's. Checks whether a context of one graph loads on this machine; one for a
+        newer Hexagon than the emulated one does not. Contexts of several graphs are never loaded here.
         """
         chosen = check_form(self, shard, length, form)
         graphs = self._context_of(shard, length, form, chosen)
@@ -495,6 +479,7 @@ class QnnNpu:
         sessions, problem = self._load(stored, target, label)
         if sessions is not None:
             return sessions
+        self._folders.refuse(graphs[0][0], label, problem)
         with locked(stored.model):
             # Another process may have built it while this one waited for the lock.
             sessions, problem = self._load(stored, target, label)
@@ -515,7 +500,7 @@ class QnnNpu:
         A context of several graphs that was refused cannot be loaded again in this process, so that its
         refusal is an error.
         """
-        problem = stored.problem()
+        problem = stored.problem(contents=stored.folder in (None, self._temporary))
         if problem is not None:
             return None, problem
         try:
@@ -570,4 +555,4 @@ class QnnNpu:
             "onnxruntime-qnn": versions["onnxruntime-qnn"],
             "qairt": versions["qairt"],
         }
-        return ContextBinary(identity, made_by, self._temporary)
+        return ContextBinary(identity, made_by, self._temporary or self._folders.of(shard))

@@ -2,7 +2,8 @@
 
 A binary has three files: ``<name>.onnx`` (the wrapper that ONNX Runtime opens), ``<name>_qnn.bin`` (the
 context binary, which it maps) and ``<name>.json`` (compiler versions and checksums), written last. Each
-further graph of the binary has a wrapper ``<name>.1.onnx``, ``<name>.2.onnx`` and so on.
+further graph of the binary has a wrapper ``<name>.1.onnx``, ``<name>.2.onnx`` and so on. Graphs that need no
+compiler, those of ``host``, have their weights, ``<name>.weights``, in place of the binary.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ class ContextBinary:
         made_by: Versions of the compiler; files of other versions are stale and are replaced.
         folder: Folder of the files; by default the graphs' folder of the cache.
         graphs: Number of graphs.
+        ending: Ending of the name of the binary.
     """
 
     identity: Mapping[str, Any]
     made_by: Mapping[str, Any]
     folder: Path | None = None
     graphs: int = 1
+    ending: str = "_qnn.bin"
 
     @property
     def model(self) -> Path:
@@ -69,7 +72,7 @@ class ContextBinary:
     @property
     def binary(self) -> Path:
         """The context binary, under the name that ONNX Runtime gives it."""
-        return self.model.with_name(f"{self.model.stem}_qnn.bin")
+        return self.model.with_name(f"{self.model.stem}{self.ending}")
 
     @property
     def manifest(self) -> Path:
@@ -81,8 +84,12 @@ class ContextBinary:
         """Size of the existing files."""
         return sum(path.stat().st_size for path in self._files if path.exists())
 
-    def problem(self) -> str | None:
-        """Return the fault of the files, "missing" if there are none, or None if they are sound."""
+    def problem(self, *, contents: bool = True) -> str | None:
+        """Return the fault of the files, "missing" if there are none, or None if they are sound.
+
+        Args:
+            contents: Whether to read all files; those of an exported model were compared with its manifest.
+        """
         try:
             stored = parse_json(self.manifest.read_bytes())
         except FileNotFoundError:
@@ -95,13 +102,15 @@ class ContextBinary:
             return f"stale (made by {stored.get('made_by')})"
         if not all(map(is_trusted, self._files)):
             return "not safe (another user can write it)"
+        if not contents:
+            return None if all(path.is_file() for path in self._files) else "incomplete"
         try:
             sums = self._checksums()
         except OSError:
             return "damaged (a file cannot be read)"
         return None if stored.get("sha256") == sums else "damaged (a checksum differs)"
 
-    def build(self, compile_into: Callable[[Path, tuple[Path, ...]], None]) -> None:
+    def build(self, compile_into: Callable[[Path, tuple[Path, ...]], object]) -> None:
         """Replace the files with newly compiled ones; the caller holds the lock of :attr:`model`.
 
         Args:

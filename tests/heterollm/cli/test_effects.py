@@ -58,6 +58,7 @@ LOADED = {
     "guesses": "--speculative lookup --guesses 2",
     "profile": "--profile quick",
 }
+RUN_ALONE = ("sync", "allow_fallback", "speculative", "guesses")
 TOKENS = {
     "temperature": "--temperature 0.5",
     "top_k": "--temperature 0.5 --top-k 3",
@@ -137,6 +138,14 @@ ROWS = {
         "gpu_threads": "--gpu-threads 1",
         "npu_threads": "--npu-threads 0",
         "power": "--power balanced",
+        "as_json": "--json",
+    },
+    "export": {
+        **{name: row for name, row in LOADED.items() if name not in RUN_ALONE},
+        "output": "-o OTHER",
+        "profile": "--plan tensor --profile FILE",
+        "soc": "--device snapdragon --soc 57",
+        "context_layers": "--device snapdragon --soc 57 --context-layers 0",
         "as_json": "--json",
     },
     "compile": {
@@ -334,6 +343,7 @@ BASES = {
     "serve": ("serve MODEL", "heterollm.llm.LLM.load"),
     "eval": ("eval MODEL --text FILE", "heterollm.benchmarks.evaluate"),
     "plan": ("plan MODEL", "heterollm.loading.plan_for"),
+    "export": ("export MODEL -o OTHER1", "heterollm.exporting.export_model"),
     "compile": ("compile MODEL --soc 57", "heterollm.planning.precompile"),
     "calibrate": ("calibrate MODEL", "heterollm.calibration.calibrate"),
     "profile": ("profile MODEL", "heterollm.planning.ProfilingSession"),
@@ -350,7 +360,8 @@ BESIDE = {
     *(("chat", name) for name in ("max_new_tokens", "system", *TOKENS)),
     *(("serve", name) for name in ROWS["serve"] if name not in LOADED and name != "live"),
     *(("generate", "profile"), ("chat", "profile"), ("serve", "profile"), ("demo", "as_json")),
-    *((command, "as_json") for command in ("eval", "compile", "calibrate", "profile", "doctor", "convert")),
+    *((command, "as_json") for command in ("eval", "export", "compile", "calibrate", "profile", "doctor")),
+    ("convert", "as_json"),
     *(("plan", name) for name in ("profile", "prompt", "decode", "explain", "steps", "output", "as_json")),
     *(("profile", name) for name in ("budget", "quick", "update", "characterise", "techniques", "no_tune")),
     *(("bench", name) for name in ("profile_first", "form", "as_json", "output", "picture", "html", "saved")),
@@ -431,6 +442,10 @@ IDLE = [
     ("plan", "--json --prompt 8", "for all lengths"),
     ("plan", "--build-budget 9s", "none are named"),
     ("plan", "--device sim:snapdragon-8gen3 --gpu-threads 1", "threads"),
+    ("export", "--soc 57", "Snapdragon"),
+    ("export", "--device snapdragon --context-layers 1", "how many layers"),
+    ("export", "--plan gpu --profile FILE", "needs no times"),
+    ("export", "--device host --allow-slow", "emulator"),
     ("compile", "--overflow pad", "npumoe"),
     ("compile", "--plan layer --profile FILE", "need no times"),
     ("calibrate", "--pruned 0.5", "w8a8"),
@@ -571,8 +586,8 @@ def test_defaults_of_a_file_apply_only_where_they_have_an_effect(call, tmp_path,
     _, ((_, options),) = call(f"{line} --device host --plan gpu --precision fp16", target)
     usual = LoadOptions()
     for name in ("power", "group_size", "calibration", "guesses", "allow_fallback"):
-        assert options[name] == plain(getattr(usual, name)), name
-    assert options["request"] == "None"
+        assert options.get(name, plain(getattr(usual, name))) == plain(getattr(usual, name)), name
+    assert options.get("request", "None") == "None"
     _, ((_, options),) = call(f"{line} --device snapdragon", target)
     assert (options["power"], options["group_size"]) == ("'balanced'", "64")
     assert "power" in options["defaults"]

@@ -218,6 +218,23 @@ def test_a_cache_that_cannot_be_written_still_serves_this_process(tmp_path, monk
     assert any("not kept" in line for line in caplog.messages)
 
 
+def test_parameters_from_elsewhere_are_used_but_for_those_that_failed_here(cache_folder):
+    text = filled_table().to_json().encode()
+    tuning = DeviceTuning(IDENTITY, enabled=True)
+    tuning.quarantine(MANY, OTHER, "it does not build.")
+    assert tuning.take(text) == ""
+    assert tuning.parameters(MANY) is None
+    assert tuning.parameters(ONE) == default_parameters("vector", ONE)
+    tuning.quarantine(ONE, default_parameters("vector", ONE), "it does not build, either.")
+    assert tuning.parameters(ONE) is None
+    assert len(read_table(IDENTITY).quarantined) == 2  # this device's own file
+    assert read_table(IDENTITY).tuned == {}
+    other = DeviceTuning(replace(IDENTITY, driver="2.0"), enabled=True)
+    assert "driver is '1.0', not '2.0'" in other.take(text)
+    assert other.parameters(ONE) is None
+    assert other.take(b"nothing")
+
+
 def test_two_processes_lose_nothing_of_each_other(cache_folder):
     script = """
 import sys
