@@ -2,8 +2,8 @@
 
     python bench/aarch64.py /tmp/aarch64 --out bench/results/aarch64.txt
 
-Debian's packages give QEMU, Python and PoCL; everything else comes as wheels for aarch64, as on a board. Needs
-a Debian with apt on x86-64, and a network. Times are those of an emulation, and mean nothing.
+Debian's packages give QEMU, Python and PoCL; all else comes as wheels for aarch64, as on a board. Needs a
+Debian with apt on x86-64, and a network. Times are those of an emulation, and mean nothing.
 """
 
 from __future__ import annotations

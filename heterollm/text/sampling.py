@@ -30,7 +30,7 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class _Scratch(threading.local):
-    """Arrays of a thread, for one call of a sampler at a time: those of many answers would leave the caches."""
+    """Arrays of a thread, for one call at a time: those of many answers would leave the caches."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, tuple[Logits, Logits, npt.NDArray[np.float64]]] = {}

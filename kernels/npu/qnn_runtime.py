@@ -110,7 +110,7 @@ def stated_library() -> Path | None:
     if not path.is_file():
         raise DeviceError(
             f"{LIBRARY_VARIABLE} names {stated}, which is no file.",
-            fix="Name libonnxruntime_providers_qnn.so, with QNN's libraries beside it, or unset the variable.",
+            fix="Name libonnxruntime_providers_qnn.so, with QNN's libraries beside it, or unset it.",
         )
     return path
 
