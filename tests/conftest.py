@@ -81,6 +81,12 @@ def pytest_addoption(parser):
     )
 
     parser.addoption(
+        "--binding",
+        choices=("pyopencl", "ctypes"),
+        help="the OpenCL binding, in tests that name none; pyopencl by default",
+    )
+
+    parser.addoption(
         "--shared-memory",
         choices=("svm", "mapped", "host"),
         help="kind of memory that host and GPU share, in tests that name none: `svm` as on a recent Adreno, "
@@ -91,6 +97,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if kind := config.getoption("--shared-memory"):
         os.environ["HETEROLLM_SHARED_MEMORY"] = kind
+    if binding := config.getoption("--binding"):
+        os.environ["HETEROLLM_OPENCL_BINDING"] = binding
     processor = config.getoption("--processor")
     if processor == "unknown":
         runpy.run_path(str(Path(__file__).parent / "kernels" / "gpu" / "two_runtimes.py"))[

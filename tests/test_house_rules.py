@@ -249,9 +249,14 @@ def public_types(tree: ast.Module) -> set[str]:
     return {name for name in named | aliases if not name.startswith("_")}
 
 
+PYOPENCL_NAMES = "heterollm.kernels.gpu.ctypes_binding"
+"""The module whose types have the names of pyopencl's; one room alone imports it."""
+
+
 def test_a_public_type_has_a_name_of_its_own() -> None:
     homes: dict[str, list[str]] = {}
-    for module, path in PATHS.items():
+    own = {module: path for module, path in PATHS.items() if module != PYOPENCL_NAMES}
+    for module, path in own.items():
         for name in public_types(parsed(path)):
             homes.setdefault(name, []).append(module)
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}

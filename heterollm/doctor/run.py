@@ -102,7 +102,7 @@ def diagnose(
             f"{device.name} is simulated: it computes nothing, so there are no numbers to check.",
             fix="Check the kernels on this machine: `heterollm doctor --device host`.",
         )
-    # Imported here: without an OpenCL binding, opening the device says what to install.
+    # Imported here: opening the device reports an OpenCL binding that cannot be used.
     from heterollm.doctor.case import run_case
     from heterollm.doctor.checks import device_cases
 
@@ -145,9 +145,8 @@ def _vendor_warnings() -> tuple[Problem, ...]:
     return tuple(
         Problem(
             f"{library} is listed in {VENDORS}, but the OpenCL loader in use does not offer it.",
-            f"Set OCL_ICD_VENDORS={VENDORS}; if that does not help, preload the system's loader "
-            "(LD_PRELOAD=libOpenCL.so.1) or build pyopencl from source "
-            "(pip install --no-binary pyopencl pyopencl). " + see("no-adreno-among-the-opencl-devices"),
+            f"Set OCL_ICD_VENDORS={VENDORS}; if that does not help, HETEROLLM_OPENCL_LIBRARY={library}. "
+            + see("no-adreno-among-the-opencl-devices"),
         )
         for library in unlisted_vendors()
     )
@@ -189,6 +188,8 @@ def _version(package: str) -> str:
 
 
 def _device_facts(device: Device) -> tuple[tuple[str, str], ...]:
+    from heterollm.kernels.gpu import binding_name
+
     traits, npu = device.gpu.traits, device.npu
     sync = f"coherent ({device.gpu.shared_memory}): no map, each processor sees what the other has written"
     if not traits.coherent:
@@ -200,6 +201,7 @@ def _device_facts(device: Device) -> tuple[tuple[str, str], ...]:
         ("thread split", str(device.split) if device.split.gpu_cores else "each processor has its own"),
         ("activations", f"{device.activation_dtype.name}, KV cache {device.cache_dtype.name}"),
         ("GPU", traits.name),
+        ("OpenCL binding", binding_name()),
         ("OpenCL platform", f"{traits.platform}, {traits.version}"),
         ("OpenCL driver", traits.driver),
         ("compiled for", device.gpu.target or "the processor that the driver detects"),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from heterollm.base import EXPORTED, CheckpointError, FileIndex, OptionError, silent
 from heterollm.data import BUNDLED_NAME, bundled_model
-from heterollm.kernels.formats import QuantizedTensor
+from heterollm.kernels.formats import QuantizedTensor, as_float32
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import experts_apart
@@ -261,7 +261,7 @@ class Checkpoint:
         bits = file.bits(name)
         if rows is not None:
             bits = bits.reshape(-1, bits.shape[-1])[rows[0] : rows[1]]
-        return finite(bits.astype(np.float32), file.path, name)
+        return finite(as_float32(bits), file.path, name)
 
     def unchanged(self, name: str) -> NDArray[Any] | None:
         """Return a float tensor as its file has it; None if reading changes it, or for other files."""
@@ -278,7 +278,7 @@ class Checkpoint:
         if isinstance(stored, GgufTensors):
             return finite(stored.gather(name, rows), stored.path, name)
         file = self.file(name)
-        return finite(file.bits(name)[rows].astype(np.float32), file.path, name)
+        return finite(as_float32(file.bits(name)[rows]), file.path, name)
 
     def kind(self, name: str) -> str | None:
         """Return the name of a stored format of integers; None for floats, and for what reading changes."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError
-from heterollm.kernels.formats import LinearWeight, QuantizedTensor
+from heterollm.kernels.formats import LinearWeight, QuantizedTensor, as_float32
 from heterollm.kernels.ops import OpSpec, WeightFormat
 from heterollm.model.expert_layout import expert_rows
 from heterollm.model.tensor_file import DATA_TYPES, TensorFile
@@ -77,7 +77,7 @@ class ExpertReader:
                 self.read_bytes += part.raw.nbytes
             if not isinstance(value, QuantizedTensor):
                 with np.errstate(over="ignore"):
-                    np.copyto(value, parts[0].values, casting="unsafe")
+                    np.copyto(value, as_float32(parts[0].values), casting="unsafe")
                 if not np.isfinite(value).all():
                     raise _unusable(place.name, parts[0].values)
             found.append(value)
@@ -201,7 +201,7 @@ class _Stream:
 
 def _unusable(name: str, values: NDArray[Any]) -> CheckpointError:
     """Return the error of a tensor whose values are not finite, or not in the range of its format."""
-    if np.isfinite(values.astype(np.float32)).all():
+    if np.isfinite(as_float32(values)).all():
         return beyond_float16(name)
     return CheckpointError(f"Tensor {name} holds NaN or infinite values.", fix="Download it again.")
 

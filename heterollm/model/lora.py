@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.kernels.formats import as_float32
 from heterollm.model.fields import ADAPTER_FIELDS
 from heterollm.model.json_fields import JsonFields, read_json_object
 from heterollm.model.lora_targets import is_target, module_number
@@ -172,7 +173,7 @@ class LoraAdapter:
                 raise UnsupportedModelError(
                     f"{file.path} changes experts ({match[1]}), which is not supported."
                 )
-            values = file.bits(name).astype(np.float32)
+            values = as_float32(file.bits(name))
             if values.ndim != 2 or not np.isfinite(values).all():
                 raise CheckpointError(f"{file.path}: tensor {name} is no finite matrix.")
             found.setdefault(match[1], {})[match[2]] = values

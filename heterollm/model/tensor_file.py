@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-import ml_dtypes
 import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, atomic_path, parse_json, round_up
+from heterollm.kernels.formats import BFLOAT16
 from heterollm.kernels.threads import allowed_cores
 
 ITEM_BITS: Mapping[str, int] = {
@@ -42,7 +42,7 @@ DATA_TYPES: Mapping[str, np.dtype[Any]] = {
     "I32": np.dtype("<i4"),
     "I64": np.dtype("<i8"),
     "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BF16": BFLOAT16,
     "F32": np.dtype("<f4"),
 }
 """NumPy's type of each supported type."""

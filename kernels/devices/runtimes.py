@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
 import os
-import platform
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -48,21 +46,7 @@ def opencl_devices(split: ThreadSplit | None = None) -> list[tuple[str, Any]]:
     """
     global _process_split
     check_process()
-    if importlib.util.find_spec("pyopencl") is None:
-        if (platform.system(), platform.machine()) == ("Windows", "ARM64"):
-            raise DeviceError(
-                "pyopencl is not installed, and has no wheel for Windows on Arm.",
-                fix="Build it from source with Visual Studio's Arm tools: `pip install pyopencl`. "
-                + see("pyopencl-on-windows-on-arm"),
-            )
-        raise DeviceError("pyopencl is not installed.", fix="Run `pip install pyopencl`.")
-    try:
-        from heterollm.kernels.gpu import list_opencl_devices
-    except ImportError as error:
-        raise DeviceError(
-            f"pyopencl cannot be imported: {error}.",
-            fix="Reinstall it: `pip install --force-reinstall pyopencl`.",
-        ) from error
+    from heterollm.kernels.gpu import list_opencl_devices
 
     if _process_split is not None:
         if split is not None and split.gpu_cores != _process_split.gpu_cores:

@@ -1,4 +1,6 @@
 from . import reference as reference
+from .bfloat16 import BFLOAT16 as BFLOAT16
+from .bfloat16 import as_float32 as as_float32
 from .edge_codes import LARGEST_CODE as LARGEST_CODE
 from .edge_codes import ZERO_CODE as ZERO_CODE
 from .edge_codes import CodeBits as CodeBits

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import sys
-from typing import Any, Final
+from typing import Final
 
-from heterollm.kernels.gpu.binding import OpenClError, cl
+from heterollm.kernels.gpu.binding import OpenClError, cl, opencl_library
 from heterollm.kernels.ops import Power
 
 EXTENSION: Final = "cl_qcom_perf_hint"
@@ -55,10 +54,3 @@ def _hinted_context(device: cl.Device, value: int) -> tuple[cl.Context | None, i
         return cl.Context.from_int_ptr(handle, retain=False), 0
     except OpenClError as refused:
         return None, int(getattr(refused, "code", -1))
-
-
-def opencl_library() -> Any:  # noqa: ANN401 - a ctypes library
-    """Return the OpenCL loader that pyopencl calls."""
-    if sys.platform == "win32":
-        return ctypes.WinDLL("OpenCL")
-    return ctypes.CDLL(cl._cl.__file__)  # noqa: SLF001 - the binding's own library, which finds the loader's functions

@@ -12,8 +12,8 @@ import numpy as np
 from heterollm.kernels.gpu.binding import OpenClError, cl
 from heterollm.kernels.gpu.memory import DeviceMemory, SharedArray
 
-Argument: TypeAlias = "cl.Buffer | cl.Image | DeviceMemory | np.generic | cl.LocalMemory | None"
-"""A kernel argument: device memory, an image, a NumPy scalar of the exact type, local memory, or null."""
+Argument: TypeAlias = "cl.Buffer | cl.Image | cl.SVM | DeviceMemory | np.generic | cl.LocalMemory | None"
+"""A kernel argument: memory, an image, a NumPy scalar of the exact type, local memory, or null."""
 
 
 class Launch(ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -47,8 +47,9 @@ def queue_for_maps(context: cl.Context, device: cl.Device, queue: cl.CommandQueu
             reading = cl.enqueue_nd_range_kernel(queue, kernel, (1,), (1,))
             queue.flush()
             view, _ = cl.enqueue_map_buffer(second, read, cl.map_flags.READ, 0, (4096,), np.uint8)
+            mapped: Any = view.base
             running = reading.command_execution_status != cl.command_execution_status.COMPLETE
-            view.base.release(queue)
+            mapped.release(queue)
             queue.finish()
             if running:
                 return second

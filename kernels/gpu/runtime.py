@@ -324,7 +324,7 @@ class OpenClRuntime:
         size, flags = max(1, size_bytes), cl.mem_flags.READ_WRITE
         if self.traits.is_cpu:
             return self._buffer(flags | cl.mem_flags.USE_HOST_PTR, aligned_zeros((size,), np.uint8))
-        buffer = self._allocated(size, lambda: cl.Buffer(self.context, flags, size))
+        buffer: cl.Buffer = self._allocated(size, lambda: cl.Buffer(self.context, flags, size))
         cl.enqueue_fill_buffer(self.queue, buffer, np.uint8(0), 0, size)
         return buffer
 
@@ -361,7 +361,9 @@ class OpenClRuntime:
         return held
 
     def _buffer(self, flags: int, array: NDArray[Any]) -> cl.Buffer:
-        return self._allocated(array.nbytes, lambda: cl.Buffer(self.context, flags, hostbuf=array))
+        make = functools.partial(cl.Buffer, self.context, flags, hostbuf=array)
+        buffer: cl.Buffer = self._allocated(array.nbytes, make)
+        return buffer
 
     def _allocated(self, size_bytes: int, allocate: Callable[[], Any]) -> Any:  # noqa: ANN401
         self._check_size(size_bytes)
@@ -419,7 +421,7 @@ class OpenClRuntime:
         """
         try:
             offset = {"src_offset" if isinstance(target, np.ndarray) else "dst_offset": offset_bytes}
-            cl.enqueue_copy(self.queue, target, source, is_blocking=True, **(offset if offset_bytes else {}))
+            cl.enqueue_copy(self.queue, target, source, **(offset if offset_bytes else {}))
         except OpenClError as error:
             host = target if isinstance(target, np.ndarray) else source
             raise KernelError(f"A copy of {host.nbytes} bytes failed: {error}.") from error

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import KernelError
-from heterollm.kernels.gpu import DeviceMemory, GlueKernels, Launch, Segments, pointwise_work
+from heterollm.kernels.gpu import Argument, DeviceMemory, GlueKernels, Launch, Segments, pointwise_work
 from heterollm.kernels.operators.data import Data
 from heterollm.kernels.operators.operator import (
     Exact,
@@ -50,7 +50,7 @@ def find_cutoffs(
     kernel, _, items = on.kernel(
         ("gate_cutoff.cl",), "gate_cutoff", widths=(columns, *gate_up.splits), segments=gate_up
     )
-    arguments = (
+    arguments: tuple[Argument, ...] = (
         *(gate_up.a, gate_up.b, cutoffs),
         *map(np.int32, (*gate_up.splits, columns)),
         np.float32(deviations),

@@ -117,8 +117,18 @@ def activate(
     values, *order = bias if isinstance(bias, ExpertBiases) else (bias,)
     has_slopes = activation == "xielu"
     bounds = tuple(map(np.float32, clip or (slopes if has_slopes else ())))
-    own = () if factors is None else (factors.memory, *map(np.int32, (factors.columns, factors.first)))
-    memory = (gate_up.a, gate_up.b, out, gate_up.b if values is None else values, *own, *order, *bounds)
+    own: tuple[Argument, ...] = ()
+    if factors is not None:
+        own = factors.memory, np.int32(factors.columns), np.int32(factors.first)
+    memory: tuple[Argument, ...] = (
+        gate_up.a,
+        gate_up.b,
+        out,
+        gate_up.b if values is None else values,
+        *own,
+        *order,
+        *bounds,
+    )
     memory += () if cutoffs is None else (cutoffs,)
     flags = ACTIVATIONS.index(activation), values is not None, members
     sizes = (*flags, *(*gate_up.splits, 0)[:2], intermediate)

@@ -121,7 +121,7 @@ def estimate_scores(
     files = (*CODE_FILES, "score_estimate.cl")
     kernel, style, items = on.kernel(files, "estimate_scores", lambda _: sparse_defines(shape))
     keys, rows = ESTIMATE_TILE["vector" if style == "vector" else "simt"]
-    arguments = (
+    arguments: tuple[Argument, ...] = (
         *(memory.queries, memory.keys, memory.scores),
         *map(np.int32, (slots[0], shape.rows, shape.keys)),
         np.float32(2.0**-exponent),

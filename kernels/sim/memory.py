@@ -28,7 +28,7 @@ class MappedArray(SharedArray):
         clock: SimulatedClock,
         settle: Callable[[], None],
     ) -> None:
-        super().__init__(memory.array, memory.buffer, None, coherent=False)
+        super().__init__(memory.array, memory.buffer, memory.queue, coherent=False)
         self._costs = costs
         self._beside_kernels = bool(costs.maps_beside_kernels)
         self._clock = clock

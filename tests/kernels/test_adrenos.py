@@ -27,7 +27,7 @@ def found(monkeypatch):
         def platform(name, devices):
             def get_devices(kind=None):
                 if refuses_all and kind is None:
-                    raise cl.LogicError("clGetDeviceIDs", cl.status_code.INVALID_DEVICE_TYPE, "")
+                    raise cl.Error("clGetDeviceIDs failed: INVALID_DEVICE_TYPE")
                 assert kind in (None, cl.device_type.GPU)
                 return [adreno(*device) for device in devices]
 

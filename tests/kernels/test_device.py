@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import os
-import platform
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -129,24 +128,6 @@ def test_every_device_is_listed_with_a_reason_or_its_parts(host):
     assert status("host").usable
     assert host.gpu.traits.name in status("host").gpu
     assert "onnxruntime" in status("host").npu
-
-
-def test_without_pyopencl_nothing_is_usable(monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name == "pyopencl" else find_spec(name),
-    )
-    for entry in list_devices():
-        assert not entry.usable
-        assert entry.gpu == "missing"
-        assert "pyopencl is not installed." in entry.reason
-        assert "pip install pyopencl" in entry.fix
-    monkeypatch.setattr(platform, "system", lambda: "Windows")
-    monkeypatch.setattr(platform, "machine", lambda: "ARM64")
-    assert "has no wheel for Windows on Arm" in status("host").reason
-    assert "from source" in status("host").fix
 
 
 @pytest.mark.parametrize(

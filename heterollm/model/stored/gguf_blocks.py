@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.kernels.formats import BFLOAT16
 from heterollm.model.stored.affine_blocks import AffineBlocks
 
 Bytes = NDArray[np.uint8]
@@ -190,7 +190,7 @@ BLOCK_TYPES: Final[Mapping[int, BlockType]] = MappingProxyType(
     {
         0: BlockType("F32", 1, 4, np.dtype("<f4")),
         1: BlockType("F16", 1, 2, np.dtype("<f2")),
-        30: BlockType("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+        30: BlockType("BF16", 1, 2, BFLOAT16),
         2: BlockType("Q4_0", 32, 18, None, _q4_0, 4, 32),
         3: BlockType("Q4_1", 32, 20, None, _q4_1, 4, 32, minimum=True),
         6: BlockType("Q5_0", 32, 22, None, _q5_0, 5, 32),

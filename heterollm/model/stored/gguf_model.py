@@ -7,6 +7,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
+from heterollm.kernels.formats import as_float32
 from heterollm.model.stored.affine_blocks import AffineBlocks
 from heterollm.model.stored.gguf_blocks import BlockType, block_type
 from heterollm.model.stored.gguf_config import architecture_of
@@ -114,7 +115,7 @@ class GgufTensors:
 
 def _values(kind: BlockType, data: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return rows of bytes as float32."""
-    return kind.blocks(data).values() if kind.dtype is None else data.view(kind.dtype).astype(np.float32)
+    return kind.blocks(data).values() if kind.dtype is None else as_float32(data.view(kind.dtype))
 
 
 def _unpaired(part: GgufRows) -> NDArray[np.intp]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError
+from heterollm.kernels.formats import as_float32
 from heterollm.model.stored.affine_blocks import AffineBlocks
 
 AWQ_COLUMNS: Final = np.array([0, 2, 4, 6, 1, 3, 5, 7])
@@ -156,7 +157,7 @@ class PackedLinears:
             groups = self._read(groups_name).astype(np.intp)
             if groups.min(initial=0) < 0 or groups.max(initial=0) >= scales.shape[1]:
                 raise CheckpointError(f"{self.path}: {groups_name} names a group that {name} does not have.")
-        return codes.astype(np.int16), own, scales.astype(np.float32), groups
+        return codes.astype(np.int16), own, as_float32(scales), groups
 
     def _bytes(self, words: NDArray[Any], axis: int) -> NDArray[np.uint8]:
         """Return the codes of words along an axis, the lowest bits first."""

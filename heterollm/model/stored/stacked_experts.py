@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError
+from heterollm.kernels.formats import as_float32
 from heterollm.model.stored.affine_blocks import AffineBlocks
 from heterollm.model.stored.gguf_blocks import MXFP4_VALUES
 from heterollm.model.stored.packed_linears import PackedTensor
@@ -121,7 +122,7 @@ class StackedExperts:
         values = values[:, place.rows]
         if place.expert is not None:
             values = values.T
-        return np.ascontiguousarray(values[slice(*(rows or (None,)))], np.float32)
+        return as_float32(np.ascontiguousarray(values[slice(*(rows or (None,)))]))
 
     def _add(self, name: str, module: str, ending: str, members: tuple[str, ...]) -> None:
         """Add the weights of all experts in a stack, or their biases."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError
+from heterollm.kernels.formats import as_float32
 from heterollm.model.stored.affine_blocks import AffineBlocks
 from heterollm.model.stored.packed_linears import PackedTensor
 
@@ -109,7 +110,7 @@ class TernaryLinears:
         stored = self._read(name)
         if self._online:
             inverse = np.float32(1) / self._scale(name)
-            values = stored[slice(*rows)].astype(np.float32)
+            values = as_float32(stored[slice(*rows)])
             rounded: NDArray[np.int8] = np.clip(np.rint(values * inverse), -1, 1).astype(np.int8)
             return rounded
         numbers = np.arange(*rows)
@@ -121,10 +122,10 @@ class TernaryLinears:
         """Return the magnitude of a weight's elements that are not 0."""
         if name not in self._scales:
             if self._online:
-                mean = np.abs(self._read(name).astype(np.float32)).mean(dtype=np.float64)
+                mean = np.abs(as_float32(self._read(name))).mean(dtype=np.float64)
                 self._scales[name] = np.float32(max(mean, SMALLEST_MEAN))
             else:
-                scale = self._read(_scale_name(name)).astype(np.float32).reshape(-1)[0]
+                scale = as_float32(self._read(_scale_name(name))).reshape(-1)[0]
                 with np.errstate(divide="ignore"):  # the caller checks the values
                     self._scales[name] = np.float32(1) / scale if self._divides else scale
         return self._scales[name]

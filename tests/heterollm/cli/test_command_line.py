@@ -14,7 +14,7 @@ from rich.console import Console
 
 import heterollm.llm
 from heterollm import __version__
-from heterollm.base import KINDS, make_own_folder
+from heterollm.base import KINDS, DeviceError, make_own_folder
 from heterollm.cli.command_line import app
 from heterollm.engine import Sync
 from heterollm.kernels.ops import Precision
@@ -307,7 +307,12 @@ def test_devices_where_nothing_is_installed(run, monkeypatch):
     import importlib.util
 
     real = importlib.util.find_spec
-    missing = {"pyopencl", "onnxruntime", "onnxruntime_qnn"}
+
+    def no_runtime(*_asking):
+        raise DeviceError("No OpenCL runtime was found.", fix="Run `pip install 'heterollm[host]'`.")
+
+    monkeypatch.setattr("heterollm.kernels.gpu.list_opencl_devices", no_runtime)
+    missing = {"onnxruntime", "onnxruntime_qnn"}
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name in missing else real(name, *rest)
     )
@@ -327,7 +332,7 @@ def test_devices_where_nothing_is_installed(run, monkeypatch):
         assert "pip install" in status["fix"]
     code, out, _ = run("devices")
     assert code == 0
-    assert all(name in out for name in ("snapdragon", "host", "emulator", "pyopencl"))
+    assert all(name in out for name in ("snapdragon", "host", "emulator", "OpenCL"))
     assert "yes" not in out
 
 

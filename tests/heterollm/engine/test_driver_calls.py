@@ -11,11 +11,10 @@ from msgspec import structs
 
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import MemoryKind
+from heterollm.kernels.gpu.binding import cl
 from heterollm.kernels.npu import LinearRanges
 from heterollm.llm import LLM
 from heterollm.solver import Plan
-
-cl = pytest.importorskip("pyopencl")
 
 BLOCKING = ("map", "copy", "wait", "finish")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from drivers import driver_variables
 
 from heterollm.base import OptionError
 from heterollm.kernels.gpu import KernelParameters, ShapeClass, default_parameters, linear_style
@@ -28,7 +29,7 @@ def test_half_sums_meet_the_gate_of_float16(tmp_path):
     if not RUNTIME.exists():
         pytest.skip("needs `pip install intel-opencl-rt intel-cmplr-lib-rt`, or $HETEROLLM_HALF_RUNTIME")
     environment = os.environ | {
-        "OCL_ICD_VENDORS": str(RUNTIME),
+        **driver_variables(RUNTIME),
         "LD_LIBRARY_PATH": str(RUNTIME.parent),
         "HETEROLLM_CACHE": str(tmp_path),
     }

@@ -783,10 +783,12 @@ FAULTY: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
 
 def simulate(name: str, folder: Path) -> tuple[int, str]:
     """Run the launches in a process of their own, under the simulator; return their number and the log."""
+    from drivers import driver_variables  # which that process does not find
+
     if not SIMULATOR.exists():
         pytest.skip("needs oclgrind, such as `apt install oclgrind`")
     environment = os.environ | {
-        "OCL_ICD_VENDORS": str(SIMULATOR),
+        **driver_variables(SIMULATOR),
         "OCLGRIND_DATA_RACES": "1",
         "HETEROLLM_CACHE": str(folder),
     }

@@ -10,6 +10,7 @@ import jsonschema
 import msgspec
 import numpy as np
 import pytest
+from drivers import driver_variables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -500,7 +501,7 @@ def test_tuned_kernels_for_gpus_have_no_races_and_stay_in_bounds(cache_folder):
     simulator = Path("/usr/lib/oclgrind/liboclgrind-rt-icd.so")
     if not simulator.exists():
         pytest.skip("needs oclgrind, such as `apt install oclgrind`")
-    environment = os.environ | {"OCL_ICD_VENDORS": str(simulator), "OCLGRIND_DATA_RACES": "1"}
+    environment = os.environ | driver_variables(simulator) | {"OCLGRIND_DATA_RACES": "1"}
     environment.pop(TARGET_VARIABLE, None)  # no other OpenCL runtime can be told
     environment.pop("HETEROLLM_SHARED_MEMORY", None)  # it has no shared virtual memory
     done = subprocess.run(

@@ -16,6 +16,7 @@ from heterollm.kernels.gpu import (
     OpenClRuntime,
     kernel_times_ns,
 )
+from heterollm.kernels.gpu.binding import cl
 from heterollm.kernels.gpu.signals import KernelTimes
 from heterollm.kernels.sync import LateWriter, strategies_for
 from heterollm.profiler.measure import (
@@ -27,8 +28,6 @@ from heterollm.profiler.measure import (
     npu_return_costs,
 )
 from heterollm.profiler.records import CopyKey, FenceKey, LaunchKey, Record
-
-cl = pytest.importorskip("pyopencl")
 
 
 @pytest.fixture(scope="module")
