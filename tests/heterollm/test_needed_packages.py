@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from heterollm.exporting import export_model
+from heterollm.llm import LLM
+
 # To the process, and to a library that looks for them, they are not installed.
 WITHOUT = """
 import sys
@@ -79,3 +82,12 @@ def test_writing_a_graph_says_which_package_it_needs(bundled_model, host, tmp_pa
     words = " ".join(done.stderr.split())
     assert "cannot be written: No module named" in words
     assert "`pip install onnx`" in words
+
+
+def test_an_exported_model_with_graphs_needs_none(bundled_model, host, tmp_path):
+    export_model(bundled_model, tmp_path / "exported", device="host", plan="layer")
+    options = ("generate", tmp_path / "exported", "import os", "--max-new-tokens", "8")
+    done = process(tmp_path, COMMAND, *options)
+    assert done.returncode == 0, done.stderr
+    with LLM.load(bundled_model, device="host", plan="layer") as llm:
+        assert done.stdout.strip() == llm.generate("import os", max_new_tokens=8, temperature=0).text.strip()
