@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Sequence
 from typing import Any, Final
 
 # pyopencl would keep the code that sets a kernel's arguments in a database of pickles.
@@ -16,6 +18,14 @@ cl: Final = pyopencl
 
 OpenClError: Final = cl.Error
 """Error of any OpenCL call."""
+
+
+def build_quietly(program: pyopencl.Program, options: Sequence[str] = ()) -> pyopencl.Program:
+    """Build a program; some compilers write to the log on success, and pyopencl would warn about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", cl.CompilerWarning)
+        # pyopencl's own cache reads pickles; it stays off.
+        return program.build(options=list(options), cache_dir=False)
 
 
 def _remember_invokers() -> None:

@@ -12,6 +12,8 @@ from heterollm.kernels.devices.kind import Race
 from heterollm.kernels.devices.runtimes import fixed_threads
 from heterollm.kernels.threads import allowed_cores
 
+pytestmark = pytest.mark.cpu
+
 FAST = Race("GPU X", (1.0, 2.0), (3.0, 24.0))
 SLOW = Race("GPU X", (2.0, 4.0), (1.0, 6.0))
 ALONE = Race("GPU X", (1.0, 2.0), None)
