@@ -16,7 +16,7 @@ from heterollm.kernels.threads import split_threads
 # `--shared-memory`, `--processor` and the names in KEPT set some of them for a run.
 KEPT = {
     *("HETEROLLM_GOLDEN", "HETEROLLM_PUBLISHED_MODEL", "HETEROLLM_PUBLISHED_GGUF"),
-    *("HETEROLLM_ADRENO_TOOL", "HETEROLLM_HALF_RUNTIME"),
+    "HETEROLLM_ADRENO_TOOL",
 }
 FOREIGN = re.compile(
     r"(HETEROLLM_|HF_|HUGGINGFACE_|TRANSFORMERS_|POCL_|PYOPENCL_|OCL_|LC_).*|COLUMNS|LINES|NO_COLOR|LANG|LANGUAGE"
@@ -50,11 +50,12 @@ os.environ.setdefault("POCL_CACHE_DIR", POCL_CACHE.name)
 
 
 @pytest.fixture
-def taken_for_gpu(monkeypatch):
-    """Take the machine's OpenCL devices for GPUs, with memory of their own and the kernels of GPUs."""
+def taken_for_gpu(monkeypatch, request):
+    """Take OpenCL's CPUs for GPUs with memory of their own; with ``--gpu`` there is a GPU already."""
     from named_gpu import take_for_gpu
 
-    take_for_gpu(monkeypatch)
+    if not request.config.getoption("--gpu"):
+        take_for_gpu(monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -123,6 +124,11 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--gpu"):
+        # Tests that open no GPU say nothing about one.
+        opening = {"runtime", "device_name", "taken_for_gpu"}
+        left_out = [item for item in items if opening.isdisjoint(item.fixturenames)]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
         for item in items:
             if item.get_closest_marker("cpu"):
                 item.add_marker(pytest.mark.skip("is about OpenCL on the CPU, not about the GPU of --gpu"))

@@ -364,6 +364,7 @@ def small_launch(runtime, tokens, style=None):
     return launch
 
 
+@pytest.mark.cpu
 def test_the_runtime_uses_the_table(tuned_runtime):
     runtime = tuned_runtime
     default = small_launch(runtime, 70)
@@ -378,6 +379,7 @@ def test_the_runtime_uses_the_table(tuned_runtime):
     assert small_launch(runtime, 70).global_size == default.global_size
 
 
+@pytest.mark.usefixtures("merges")
 def test_tuned_launches_can_be_merged(tuned_runtime):
     runtime = tuned_runtime
     one = ShapeClass(INT4, False, False, "one")
@@ -394,6 +396,7 @@ def test_tuned_launches_can_be_merged(tuned_runtime):
         np.testing.assert_array_equal(launch.arguments[4].read(), exact)
 
 
+@pytest.mark.cpu
 def test_tuned_parameters_that_do_not_build_fall_to_the_default_for_good(tuned_runtime, monkeypatch):
     runtime = tuned_runtime
     runtime.tuning.change(lambda table: table.keep(MANY, Tuned(OTHER, 90.0, 100.0)))
