@@ -89,8 +89,10 @@ def take_for_gpu(patch: pytest.MonkeyPatch, name: str = "") -> None:
     separate_memory(patch)
 
 
-def use_gpu(name: str) -> None:
-    """Open the GPU that a number or text chooses as `HETEROLLM_GPU` does, for the whole process.
+def use_gpu(name: str) -> bool:
+    """Choose the GPU of the whole process by a number or text, as `HETEROLLM_GPU` does.
+
+    Returns whether it is no GPU but a CPU that is taken for one.
 
     Raises:
         pytest.UsageError: No GPU and no CPU of OpenCL has this name.
@@ -100,9 +102,11 @@ def use_gpu(name: str) -> None:
     os.environ["HETEROLLM_GPU"] = name
     try:
         find_gpus()
+        return False
     except DeviceError:
         take_for_gpu(pytest.MonkeyPatch(), name)
         try:
             find_gpus()
         except DeviceError as error:
             raise pytest.UsageError(f"--gpu: {error.message}") from error
+        return True
