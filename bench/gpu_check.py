@@ -363,7 +363,8 @@ def main(name: str, *arguments: str) -> None:
         from named_gpu import use_gpu
 
         use_gpu(arguments[1])
-        PARTS[name][0](Path(arguments[0]))
+        with contextlib.suppress(KeyboardInterrupt):  # at the limit, of which the report tells
+            PARTS[name][0](Path(arguments[0]))
     elif name == "report":
         report(Path(arguments[0]), arguments[1], float(arguments[2]))
     else:
