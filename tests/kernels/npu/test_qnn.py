@@ -61,7 +61,6 @@ class TestWithoutQnn:
         with pytest.raises(DeviceError, match="Windows on Arm"):
             QnnNpu(emulator=False)
 
-
     def test_a_stated_library_that_is_not_there_is_named(self, monkeypatch):
         monkeypatch.setenv(qnn_runtime.LIBRARY_VARIABLE, "/nowhere/libqnn.so")
         monkeypatch.setattr("platform.machine", lambda: "aarch64")

@@ -22,9 +22,7 @@ needs_qnn = pytest.mark.skipif(not USABLE, reason=REASON)
 def machine(monkeypatch, tmp_path):
     """Make this machine one that names its chip in some places, and nowhere else."""
 
-    def make(
-        *, system="Linux", metadata=None, registry=None, android=None, tree=None, processor="", **soc0
-    ):
+    def make(*, system="Linux", metadata=None, registry=None, android=None, tree=None, processor="", **soc0):
         for name, text in soc0.items():
             (tmp_path / name).write_text(f"{text}\n")
         if tree is not None:
