@@ -16,13 +16,14 @@ from heterollm.kernels.threads import split_threads
 # `--shared-memory`, `--processor` and the names in KEPT set some of them for a run.
 KEPT = {
     *("HETEROLLM_GOLDEN", "HETEROLLM_PUBLISHED_MODEL", "HETEROLLM_PUBLISHED_GGUF"),
-    *("HETEROLLM_ADRENO_TOOL", "HETEROLLM_HALF_RUNTIME"),
+    "HETEROLLM_ADRENO_TOOL",
 }
 FOREIGN = re.compile(
     r"(HETEROLLM_|HF_|HUGGINGFACE_|TRANSFORMERS_|POCL_|PYOPENCL_|OCL_|LC_).*|COLUMNS|LINES|NO_COLOR|LANG|LANGUAGE"
     r"|(FORCE|CLICOLOR|TTY)_?\w*|(all|https?|no)_proxy|PYTHONWARNINGS|TERM",
     re.IGNORECASE,
 )
+VENDORS = os.environ.get("OCL_ICD_VENDORS")
 for name in [name for name in os.environ if FOREIGN.fullmatch(name) and name not in KEPT]:
     del os.environ[name]
 os.environ["LC_ALL"] = "C.UTF-8"
@@ -49,26 +50,30 @@ os.environ.setdefault("POCL_CACHE_DIR", POCL_CACHE.name)
 
 
 @pytest.fixture
-def taken_for_gpu(monkeypatch):
-    """Take the machine's OpenCL device for a GPU, which maps memory and runs the kernels of GPUs."""
-    from heterollm.kernels.gpu import list_opencl_devices
+def taken_for_gpu(monkeypatch, request):
+    """Take OpenCL's CPUs for GPUs with memory of their own; with ``--gpu`` there is a GPU already."""
+    from named_gpu import take_for_gpu
 
-    list_opencl_devices()  # loads the module
-    for place in ("heterollm.kernels.gpu.is_cpu", "heterollm.kernels.gpu.runtime.is_cpu"):
-        monkeypatch.setattr(place, lambda _: False)
-    monkeypatch.setenv("HETEROLLM_SHARED_MEMORY", "mapped")
+    if not request.config.getoption("--gpu"):
+        take_for_gpu(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def device_name(request):
+    """The device of tests that need both processors: ``host``, with ``--gpu`` ``opencl``."""
+    return "opencl" if request.config.getoption("--gpu") else "host"
 
 
 @pytest.fixture(scope="module")
-def host():
-    """The ``host`` device, opened once for the tests of a file."""
+def host(device_name):
+    """The device ``host``, with ``--gpu`` ``opencl``, opened once for the tests of a file."""
     from heterollm.base import DeviceError
     from heterollm.kernels.devices import open_device
 
     try:
-        device = open_device("host")
+        device = open_device(device_name)
     except DeviceError as error:
-        pytest.skip(f"needs the host device: {error}")
+        pytest.skip(f"needs the device {device_name}: {error}")
     yield device
     device.close()
 
@@ -93,12 +98,29 @@ def pytest_addoption(parser):
         "`mapped` as on an older one, `host` as on a CPU by default",
     )
 
+    parser.addoption(
+        "--gpu",
+        metavar="NAME",
+        help="run kernels on this GPU: its number in `heterollm devices`, or a part of its name or driver. "
+        "A runtime for the CPU, such as `portable`, is taken for a GPU with memory of its own",
+    )
+
 
 def pytest_configure(config):
+    if binding := config.getoption("--binding"):  # before anything loads the binding
+        os.environ["HETEROLLM_OPENCL_BINDING"] = binding
+    if name := config.getoption("--gpu"):
+        from named_gpu import use_gpu
+
+        if VENDORS:
+            os.environ["OCL_ICD_VENDORS"] = VENDORS
+        use_gpu(name)
     if kind := config.getoption("--shared-memory"):
         os.environ["HETEROLLM_SHARED_MEMORY"] = kind
-    if binding := config.getoption("--binding"):
-        os.environ["HETEROLLM_OPENCL_BINDING"] = binding
+    if kind == "mapped":
+        from named_gpu import separate_memory
+
+        separate_memory(pytest.MonkeyPatch())
     processor = config.getoption("--processor")
     if processor == "unknown":
         runpy.run_path(str(Path(__file__).parent / "kernels" / "gpu" / "two_runtimes.py"))[
@@ -106,6 +128,18 @@ def pytest_configure(config):
         ]()
     elif processor:
         os.environ["HETEROLLM_POCL_TARGET"] = processor
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--gpu"):
+        # Tests that open no GPU say nothing about one.
+        opening = {"runtime", "device_name", "taken_for_gpu"}
+        left_out = [item for item in items if opening.isdisjoint(item.fixturenames)]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+        for item in items:
+            if item.get_closest_marker("cpu"):
+                item.add_marker(pytest.mark.skip("is about OpenCL on the CPU, not about the GPU of --gpu"))
 
 
 def pytest_collection_finish():

@@ -91,6 +91,8 @@ def run_case(case: DoctorCase, compute: ComputeType) -> Check:
             if not found.passed:
                 return check("fail", None, found.message, found.fix)
             return check("pass" if found.verified else "unverified", None, found.message)
+        if found[0].dtype == np.float16:  # keys and values of a float16 cache, beside float32 activations
+            compute = "fp16"
         # Streams have an axis more, factors of tokens one fewer.
         errors = linear_errors(*(values.reshape(len(values), -1) for values in found))
     except HeteroLLMError as error:

@@ -21,7 +21,6 @@ from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import experts_apart
 from heterollm.model.families import FAMILIES
 from heterollm.model.family import Mixture
-from heterollm.model.hub import hub_folder, pull_model
 from heterollm.model.hub_names import is_ollama_name, parse_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import (
@@ -109,6 +108,9 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
         raise CheckpointError(
             f"There is no folder {folder}.", fix="Name a checkpoint's folder, a GGUF file or a hub name."
         )
+    # A folder needs no huggingface_hub.
+    from heterollm.model.hub import hub_folder, pull_model
+
     if named.gguf is not None:
         return gguf_folder(pull_model(named.name, named.gguf, silent))
     return hub_folder(named.name, weights=weights)

@@ -65,16 +65,12 @@ def self_test(runtime: OpenClRuntime) -> None:
     generator = np.random.default_rng(0)
     weight = generator.standard_normal((64, 64)).astype(np.float16)
     x, y = runtime.shared((4, 64), np.float16), runtime.shared((4, 64), np.float32)
-    x.acquire()
-    x.array[...] = generator.standard_normal((4, 64))
-    expected = x.array.astype(np.float64) @ weight.T.astype(np.float64)
-    x.release()
+    x.write(generator.standard_normal((4, 64)))
+    expected = x.read().astype(np.float64) @ weight.T.astype(np.float64)
     linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float16)
     linear.launch(x, y, tokens=4, label="self-test", output_dtype=np.float32)()
     runtime.finish()
-    y.acquire()
-    errors = linear_errors(y.array, expected)
-    y.release()
+    errors = linear_errors(y.read(), expected)
     if not errors.within("fp16"):
         raise DeviceError(
             f"{runtime.traits.name!r} computes a linear layer wrongly (NMSE {errors.nmse:.1e}).",

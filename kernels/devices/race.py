@@ -136,9 +136,7 @@ def linear_times_s(runtime: OpenClRuntime) -> Seconds:
     scales = random.uniform(0.01, 0.02, (SIDE, SIDE // BLOCK)).astype(np.float16)
     weight = QuantizedTensor(codes, scales, None, 4, BLOCK)
     x, y = (runtime.shared((max(TOKENS), SIDE), np.float32) for _ in range(2))
-    x.acquire()
-    x.array[...] = random.standard_normal(x.array.shape)
-    x.release()
+    x.write(random.standard_normal(x.array.shape))
     linear = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
     decode_s, prefill_s = (
         _shortest_s(runtime, linear.launch(x, y, tokens=tokens, label="race")) for tokens in TOKENS

@@ -6,6 +6,8 @@ import ctypes
 import logging
 import os
 import sys
+import warnings
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -89,6 +91,14 @@ if not TYPE_CHECKING:
 
 OpenClError: Final = cl.Error
 """Error of any OpenCL call."""
+
+
+def build_quietly(program: cl.Program, options: Sequence[str] = ()) -> cl.Program:
+    """Build a program; some compilers write to the log on success, and pyopencl would warn about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", cl.CompilerWarning)
+        # pyopencl's own cache reads pickles; it stays off.
+        return program.build(options=list(options), cache_dir=False)
 
 
 def binding_name() -> str:

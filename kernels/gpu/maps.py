@@ -24,7 +24,9 @@ LONGEST_COUNT: Final = 1 << 18
 """Dependent reads of a kernel of one work-item, of 0.1 to 1 us each."""
 
 
-def queue_for_maps(context: cl.Context, device: cl.Device, queue: cl.CommandQueue) -> cl.CommandQueue | None:
+def queue_for_maps(
+    context: cl.Context, device: cl.Device, queue: cl.CommandQueue, kernel: cl.Kernel
+) -> cl.CommandQueue | None:
     """Return a queue whose maps overlap with kernels of another one; None where the driver waits for these.
 
     OpenCL lets kernels read memory that is mapped for reading. A driver may still wait until no kernel uses a
@@ -35,12 +37,12 @@ def queue_for_maps(context: cl.Context, device: cl.Device, queue: cl.CommandQueu
         context: The context of both queues.
         device: The device.
         queue: The queue of the kernels.
+        kernel: The kernel of :data:`READER`.
     """
     flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
     try:
         second = cl.CommandQueue(context, device)
         read, written = (cl.Buffer(context, flags, hostbuf=aligned_zeros((1024,), np.uint32)) for _ in "rw")
-        kernel = cl.Kernel(cl.Program(context, READER).build(cache_dir=False), "read_for_long")
         count = FIRST_COUNT
         while count <= LONGEST_COUNT:
             kernel.set_args(read, written, np.uint32(count))

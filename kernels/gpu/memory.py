@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from heterollm.base import PAGE_BYTES, KernelError, round_up
 from heterollm.kernels.gpu.binding import cl
@@ -105,6 +105,19 @@ class SharedArray(DeviceMemory):
             self._mapped = None
             if self._map_queue is not None:
                 self._unmapped = [event]
+
+    def write(self, values: ArrayLike) -> None:
+        """Replace the content; launches behind see it."""
+        self.acquire()
+        self.array[...] = values
+        self.release()
+
+    def read(self) -> NDArray[Any]:
+        """Return a copy of the content; kernels that write it must have ended."""
+        self.acquire_to_read()
+        content = self.array.copy()
+        self.release()
+        return content
 
     def _map(self, flags: int, size_bytes: int | None) -> None:
         if self.coherent or self._mapped is not None:

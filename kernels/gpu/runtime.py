@@ -10,7 +10,6 @@ import logging
 import os
 import platform
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -31,11 +30,11 @@ from heterollm.base import (
     own_folder,
     see,
 )
-from heterollm.kernels.gpu.binding import OpenClError, cl
+from heterollm.kernels.gpu.binding import OpenClError, build_quietly, cl
 from heterollm.kernels.gpu.clocks import new_context
 from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Argument, ChainedLaunch, Launch, OpenClLaunch
-from heterollm.kernels.gpu.maps import queue_for_maps
+from heterollm.kernels.gpu.maps import READER, queue_for_maps
 from heterollm.kernels.gpu.memory import (
     MEMORY_KINDS,
     MemoryKind,
@@ -206,28 +205,24 @@ class OpenClRuntime:
         own_cache = self.traits.platform != POCL_NAME
         device_key = hashlib.sha256(repr((self.traits, source, options)).encode()).hexdigest()
         path = own_folder("opencl") / f"{device_key}.bin"
-        with warnings.catch_warnings():
-            # Some compilers write to the log on success, and pyopencl warns about it.
-            warnings.simplefilter("ignore", cl.CompilerWarning)
-            if own_cache and path.exists():
-                program = self._from_binary(path)
-                if program is not None:
-                    return program
-            try:
-                program = self._compiled(source, options)
-            except OpenClError as error:
-                raise BuildError(
-                    f"The OpenCL compiler of {self.traits.name!r} ({self.traits.driver}) refuses the program "
-                    f"with kernel {name!r} and options {' '.join(options)}: {error}",
-                    fix="Run `heterollm doctor` and report its table. "
-                    + see("the-opencl-compiler-refuses-a-program"),
-                ) from error
+        if own_cache and path.exists():
+            program = self._from_binary(path)
+            if program is not None:
+                return program
+        try:
+            program = self._compiled(source, options)
+        except OpenClError as error:
+            raise BuildError(
+                f"The OpenCL compiler of {self.traits.name!r} ({self.traits.driver}) refuses the program "
+                f"with kernel {name!r} and options {' '.join(options)}: {error}",
+                fix="Run `heterollm doctor` and report its table. "
+                + see("the-opencl-compiler-refuses-a-program"),
+            ) from error
         if own_cache:
             self._keep_binary(path, program)
         return program
 
     def _compiled(self, source: str, options: list[str]) -> cl.Program:
-        # pyopencl's own cache reads pickles; it stays off.
         if _is_pocl_3(self._device) and not any(option.startswith(OTHER_BUILTINS) for option in options):
             declared = cl.Program(self.context, f"{builtin_declarations()}\n{source}")
             # A program that calls yet other functions is built with the header.
@@ -252,7 +247,7 @@ class OpenClRuntime:
             return None
         try:
             marker.touch()
-            program = cl.Program(self.context, [self._device], [binary]).build(cache_dir=False)
+            program = build_quietly(cl.Program(self.context, [self._device], [binary]))
             delete_quietly(marker)
         except OSError:  # a folder that cannot be written
             return None
@@ -395,7 +390,8 @@ class OpenClRuntime:
         """A queue for maps beside kernels; None where memory needs no map, or maps wait for all kernels."""
         if self.traits.coherent:
             return None
-        return queue_for_maps(self.context, self._device, self.queue)
+        kernel = self.kernel_of_source(READER, "read_for_long")
+        return queue_for_maps(self.context, self._device, self.queue, kernel)
 
     @property
     def maps_beside_kernels(self) -> bool:
@@ -588,7 +584,7 @@ def _build_flags(device: cl.Device) -> list[str]:
 
 def _built(program: cl.Program, options: list[str]) -> cl.Program:
     try:
-        return program.build(options=options, cache_dir=False)
+        return build_quietly(program, options)
     except MemoryError as error:
         # PoCL keeps its lock: freeing the program, at the end of the process too, would wait for ever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(program))

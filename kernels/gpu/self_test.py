@@ -112,9 +112,7 @@ def try_experts(
         places = runtime.shared((shape.places, 4), np.int32)
         last = tokens - 1
         used = [(0, at, min(shape.step, last - at), 0) for at in range(0, last, shape.step)]
-        places.acquire()
-        places.array[...] = [*used, (1, last, 1, 0)]
-        places.release()
+        places.write([*used, (1, last, 1, 0)])
         lists = replace(ExpertLists.allocate(runtime, shape), places=places)
         seen = round_inputs(exact, number_format.block) if integer_inputs else exact
         right = np.concatenate([linear(seen[:last], weights[:1]), linear(seen[last:], weights[1:])])
@@ -130,11 +128,8 @@ def _inputs(
 ) -> tuple[SharedArray, NDArray[np.float64]]:
     """Return random inputs on the device and their exact values."""
     x = runtime.shared(shape, dtype)
-    x.acquire()
-    x.array[...] = generator.standard_normal(shape)
-    exact = x.array.astype(np.float64)
-    x.release()
-    return x, exact
+    x.write(generator.standard_normal(shape))
+    return x, x.read().astype(np.float64)
 
 
 def _check(
@@ -150,9 +145,7 @@ def _check(
         runtime.finish()
     except OpenClError as error:
         raise BuildError(f"it does not run ({error}).") from error
-    y.acquire()
-    errors = linear_errors(y.array, right)
-    y.release()
+    errors = linear_errors(y.read(), right)
     # Half sums are to meet the gate of linear layers themselves.
     allowed = LINEAR_NMSE["fp16"] if variant.style == "half" else WRONG_NMSE
     if not errors.nmse <= allowed:

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from heterollm.base import KernelError
-from heterollm.kernels.gpu.binding import cl
+from heterollm.kernels.gpu.binding import build_quietly, cl
 from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Launch
 from heterollm.kernels.gpu.memory import svm_zeros
@@ -113,8 +113,8 @@ def _promising_kernel(context: cl.Context) -> Any | None:  # noqa: ANN401
     """Return the flag's kernel with atomics of OpenCL C 2.0; None if the compiler lacks them."""
     for standard in ("CL3.0", "CL2.0"):
         try:
-            program = cl.Program(context, read_sources(SOURCES))
-            program.build(options=[f"-cl-std={standard}", "-DSVM_ATOMICS"], cache_dir=False)
+            options = [f"-cl-std={standard}", "-DSVM_ATOMICS"]
+            program = build_quietly(cl.Program(context, read_sources(SOURCES)), options)
             return cl.Kernel(program, "raise_flag")
         except cl.Error:
             continue

@@ -54,18 +54,8 @@ MOST_PAGES: Final = 256
 def fill_slot(gpu: GpuRuntime, values: NDArray[Any]) -> SharedArray:
     """Return shared memory with these values."""
     slot = gpu.shared(values.shape, values.dtype)
-    slot.acquire()
-    slot.array[...] = values
-    slot.release()
+    slot.write(values)
     return slot
-
-
-def slot_values(slot: SharedArray) -> NDArray[Any]:
-    """Return a copy of the values that the memory holds."""
-    slot.acquire()
-    values = slot.array.copy()
-    slot.release()
-    return values
 
 
 def run_launches(gpu: GpuRuntime, launches: Iterable[Launch]) -> None:
@@ -172,7 +162,7 @@ class GuardedOutput:
         Raises:
             KernelError: Bytes behind it were written.
         """
-        content = slot_values(self.slot)
+        content = self.slot.read()
         if np.any(content[self._used :] != GUARD):
             raise KernelError("A kernel wrote behind its output.")
         return content[: self._used].view(self._dtype).reshape(self._shape)
@@ -251,7 +241,7 @@ class Data:
         stored = replace(shape, capacity=PAGE_POSITIONS * (int(table.max()) + 1))
         places = (table[:, None] * PAGE_POSITIONS + np.arange(PAGE_POSITIONS)).ravel()
         held = places[:known] >= 0
-        content = slot_values(empty_cache(self._gpu, stored, self.on.kv_dtype))
+        content = empty_cache(self._gpu, stored, self.on.kv_dtype).read()
         values = np.zeros((2, shape.kv_heads, known, shape.head_dim))
         rows = _places(places[:known][held])
         if self.on.kv_dtype == KV_CODES:
@@ -310,7 +300,7 @@ class Data:
 
 def _written(memory: SharedArray, shape: HeadShape, places: NDArray[Any], place: int) -> NDArray[Any]:
     """Return keys (0) or values (1) ``[tokens, heads * head_dim]`` of the places that were written."""
-    content, own = slot_values(memory), _places(places)
+    content, own = memory.read(), _places(places)
     view, unused = cache_view(content, shape), _unused(memory.array.dtype)
     stored = view[own]
     view[own] = unused

@@ -47,7 +47,6 @@ from heterollm.kernels.operators.data import (
     Numbers,
     fill_slot,
     run_launches,
-    slot_values,
 )
 from heterollm.kernels.operators.score_codes import (
     estimate_scores,
@@ -269,9 +268,7 @@ class SparseCase:
         self.table = HeadTable.upload(gpu, heads, self.scales, order=own.order, keep=own.keep, buckets=pairs)
         self.memory, self.selection = ScoreMemory.allocate(gpu, shape), Selection.allocate(gpu, shape)
         for slot in (self.memory.queries, self.memory.keys, self.memory.scores):
-            slot.acquire()
-            slot.array[...] = GARBAGE
-            slot.release()
+            slot.write(GARBAGE)
 
     def quantise(self) -> tuple[tuple[NDArray[Any], ...], tuple[NDArray[Any], ...]]:
         """Return the codes of queries and keys and the score steps, and those of the oracle."""
@@ -283,27 +280,23 @@ class SparseCase:
         )
         steps = np.empty(self.own.shape.heads.heads, np.float32)
         self.gpu.copy(steps, self.memory.steps.buffer)
-        return (slot_values(self.memory.queries), slot_values(self.memory.keys), steps), self._exact_codes()
+        return (self.memory.queries.read(), self.memory.keys.read(), steps), self._exact_codes()
 
     def estimate(self, slots: tuple[int, int]) -> tuple[NDArray[Any], NDArray[np.uint8]]:
         """Return the scores of slots from random codes, and those of the oracle."""
         for slot in (self.memory.queries, self.memory.keys):
-            slot.acquire()
-            slot.array[...] = self.generator.integers(0, 256, slot.array.shape)
-            slot.release()
-        queries, keys = slot_values(self.memory.queries), slot_values(self.memory.keys)
+            slot.write(self.generator.integers(0, 256, slot.array.shape))
+        queries, keys = self.memory.queries.read(), self.memory.keys.read()
         options: dict[str, Any] = {"shape": self.own.shape, "slots": slots, "exponent": self.own.exponent}
         run_launches(self.gpu, [estimate_scores(self.sparse, self.memory, **options)])
         part = slice(*slots)
         exact = np.full((len(queries), queries.shape[1], keys.shape[1]), GARBAGE, np.uint8)
         exact[part] = exact_estimate(queries[part], keys[part], self.own.exponent)
-        return slot_values(self.memory.scores), exact
+        return self.memory.scores.read(), exact
 
     def put_scores(self, codes: NDArray[Any], steps: Sequence[float] | NDArray[Any]) -> None:
         """Write codes of scores, and their steps by query head."""
-        self.memory.scores.acquire()
-        self.memory.scores.array[...] = codes
-        self.memory.scores.release()
+        self.memory.scores.write(codes)
         self.gpu.copy(self.memory.steps.buffer, np.asarray(steps, np.float32))
 
     def select(self, *ranges: tuple[int, int]) -> Selected:

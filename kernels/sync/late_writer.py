@@ -43,10 +43,7 @@ class LateWriter:
 
     def number(self) -> int:
         """Return the number of runs; the queue must be finished."""
-        self._rounds.acquire_to_read()
-        number = int(self._rounds.array[0])
-        self._rounds.release()
-        return number
+        return int(self._rounds.read()[0])
 
     def _launch(self, turns: int) -> Launch:
         kernel = self._runtime.kernel(SOURCES, "late_write")

@@ -7,10 +7,9 @@ import time
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from heterollm.base import DeviceError, KernelError
-from heterollm.kernels.gpu import SOURCES, FlagWord, GpuRuntime, SharedArray, is_complete
+from heterollm.kernels.gpu import SOURCES, FlagWord, GpuRuntime, is_complete
 
 LITMUS_ROUNDS: Final = 100_000
 """Rounds of ``doctor``: some seconds."""
@@ -75,7 +74,7 @@ def flag_litmus(runtime: GpuRuntime, rounds: int = LITMUS_ROUNDS, *, limit_s: fl
     for call in (*calls, flag.send):
         call()
     runtime.finish()
-    first = int(_acquired(counter)[0])
+    first = int(counter.read()[0])
     stale = stale_bytes = unseen = done = 0
     end_s = time.perf_counter() + limit_s
     while done < rounds and unseen < MOST_UNSEEN and time.perf_counter() < end_s:
@@ -124,11 +123,3 @@ def stale_memory(runtime: GpuRuntime) -> str:
     if found.stale:
         return f"{found.stale} of {found.rounds} rounds of the litmus test were lost or saw stale data"
     return ""
-
-
-def _acquired(memory: SharedArray) -> NDArray[Any]:
-    """Return a copy of the memory after the device's writes."""
-    memory.acquire_to_read()
-    copy = memory.array.copy()
-    memory.release()
-    return copy

@@ -111,13 +111,8 @@ class Checker:
         rows = sum(stop - start for start, stop in CHECK_KEPT)
         slot = self._runtime.shared((first + count, columns), x.dtype)
         out = self._runtime.shared(((first + count) * rows * x.itemsize + 1024,), np.uint8)
-        for memory in (slot, out):
-            memory.acquire()
-        slot.array[:first] = np.nan
-        slot.array[first:] = x
-        out.array[:] = GUARD
-        for memory in (slot, out):
-            memory.release()
+        slot.write(np.concatenate([np.full((first, columns), np.nan, x.dtype), x]))
+        out.write(GUARD)
         variant = Variant(parameters.style, parameters=parameters)
         where = {"tokens": count, "first_token": first, "kept": CHECK_KEPT}
         try:
@@ -125,11 +120,10 @@ class Checker:
             wait(self._runtime, launch())
         except OpenClError as error:
             raise BuildError(f"it does not run ({error}).") from error
-        out.acquire()
+        written = out.read()
         start, stop = first * rows * x.itemsize, (first + count) * rows * x.itemsize
-        y: NDArray[Any] = out.array[start:stop].copy().view(x.dtype).reshape(count, rows)
-        clean = bool(np.all(out.array[:start] == GUARD) and np.all(out.array[stop:] == GUARD))
-        out.release()
+        y: NDArray[Any] = written[start:stop].view(x.dtype).reshape(count, rows)
+        clean = bool(np.all(written[:start] == GUARD) and np.all(written[stop:] == GUARD))
         if not clean:
             raise BuildError(f"it writes outside of its {count} tokens.")
         return y
@@ -174,9 +168,7 @@ class TuningWorkload:
         most = max(job.tokens)
         self._x = runtime.shared((most, job.columns), dtype)
         self._y = runtime.shared((most, job.rows), dtype)
-        self._x.acquire()
-        self._x.array[...] = generator.standard_normal((most, job.columns))
-        self._x.release()
+        self._x.write(generator.standard_normal((most, job.columns)))
 
     def call(self, parameters: KernelParameters) -> Callable[[], None]:
         """Return the call that runs all launches and waits; it raises BuildError where one fails."""

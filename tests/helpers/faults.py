@@ -11,6 +11,7 @@ import pytest
 
 from heterollm.base import GraphError
 from heterollm.kernels.gpu import SOURCES, GpuRuntime, SharedArray
+from heterollm.kernels.gpu.binding import cl
 from heterollm.kernels.npu.session import SessionGraph
 
 
@@ -24,15 +25,15 @@ class StaleArray(SharedArray):
     __slots__ = ("_of_device",)
 
     def __init__(self, memory: SharedArray) -> None:
-        super().__init__(memory.array.copy(), memory.buffer, memory.queue, coherent=True)
+        super().__init__(memory.read(), memory.buffer, memory.queue, coherent=True)
         self._of_device = memory
 
 
 class Gate:
     """A kernel that runs until the host opens the gate: a signal that never comes.
 
-    The device must be coherent, so that a running kernel sees the host's writes. The kernel ends after some
-    seconds in any case, so that a failed test leaves no device busy.
+    The kernel ends after some seconds in any case, so that a failed test leaves no device busy. Where a
+    running kernel does not see the host's writes, the queue waits for an event of the host instead.
 
     Args:
         runtime: The device.
@@ -40,18 +41,33 @@ class Gate:
     """
 
     def __init__(self, runtime: GpuRuntime, turns: int = 2_000_000_000) -> None:
+        self._runtime = runtime
+        self._event: cl.UserEvent | None = None
+        if not runtime.traits.coherent:
+            self._launch = self._wait_for_host
+            return
         self._word = runtime.shared((64,), np.uint32)
         kernel = runtime.kernel(SOURCES, "stand_at_gate")
         self._launch = runtime.launch(kernel, (self._word, np.int32(turns)), (1,), (1,), "gate")
 
     def close(self) -> None:
         """Enqueue the kernel; later launches wait."""
-        self._word.array[0] = 0
+        if self._runtime.traits.coherent:
+            self._word.array[0] = 0
         self._launch()
 
     def open(self) -> None:
         """Let the kernel end."""
-        self._word.array[0] = 1
+        if self._runtime.traits.coherent:
+            self._word.array[0] = 1
+        elif self._event is not None:
+            self._event.set_status(cl.command_execution_status.COMPLETE)
+            self._event = None
+
+    def _wait_for_host(self) -> Any:
+        if self._event is None:
+            self._event = cl.UserEvent(self._runtime.context)
+        return cl.enqueue_barrier(self._runtime.queue, wait_for=[self._event])
 
 
 def failing_graphs(patch: pytest.MonkeyPatch) -> threading.Event:

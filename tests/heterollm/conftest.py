@@ -970,7 +970,7 @@ def reference() -> Callable[[LLM, Path, list[int]], np.ndarray]:
 
 
 def half_rows(llm: LLM, chunk: int = 128) -> Plan:
-    """Return a plan for ``host`` that cuts every group along rows, in the middle of each member."""
+    """Return a plan that cuts every group along rows, in the middle of each member."""
     specs = llm._weights.specs
     entries = []
     for spec in specs:
@@ -981,7 +981,7 @@ def half_rows(llm: LLM, chunk: int = 128) -> Plan:
             layers = (spec.layer, spec.layer)
             entries.append(PlanEntry(phase, (low, high), layers, spec.group, RowsPlacement(rows, (high,))))
     shape = model_shape((*specs, *llm._weights.experts))
-    return Plan("rows", "host", llm.plan.precision, shape, chunk, tuple(entries))
+    return Plan("rows", llm.device.name, llm.plan.precision, shape, chunk, tuple(entries))
 
 
 @pytest.fixture(scope="session")
@@ -1001,12 +1001,12 @@ def token_ids() -> Callable[[int], list[int]]:
 
 
 @pytest.fixture
-def host_llm() -> Iterator[Callable[..., LLM]]:
-    """Return a function that loads a model on ``host`` and closes it after the test."""
+def host_llm(device_name: str) -> Iterator[Callable[..., LLM]]:
+    """Return a function that loads a model on ``host``, or the GPU of ``--gpu``, until the test ends."""
     loaded: list[LLM] = []
 
     def load(folder: Path, **options: Any) -> LLM:
-        loaded.append(LLM.load(folder, **{"device": "host", **options}))
+        loaded.append(LLM.load(folder, **{"device": device_name, **options}))
         return loaded[-1]
 
     yield load

@@ -2,6 +2,9 @@ import numpy as np
 import pytest
 
 from heterollm.base import DeviceError
+from heterollm.kernels.devices.choice import find_gpus
+from heterollm.kernels.devices.gpu import open_gpu
+from heterollm.kernels.devices.kind import Opening
 from heterollm.kernels.formats import linear_errors, random_weight, reference
 from heterollm.kernels.gpu import OpenClRuntime, list_opencl_devices
 from heterollm.kernels.npu import FfnShard, LinearShard
@@ -10,8 +13,10 @@ from heterollm.kernels.ops import WeightFormat
 
 
 @pytest.fixture(scope="session")
-def runtime():
-    """The first CPU that OpenCL offers."""
+def runtime(request):
+    """The GPU of ``--gpu``, or the first CPU that OpenCL offers."""
+    if request.config.getoption("--gpu"):
+        return open_gpu(find_gpus()[0], Opening())
     try:
         devices = [device for _, device in list_opencl_devices()]
     except DeviceError as error:

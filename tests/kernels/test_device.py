@@ -21,6 +21,8 @@ from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
 from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.threads import allowed_cores, split_threads
 
+pytestmark = pytest.mark.cpu
+
 # Before any test: the first one that opens a device must not keep this thread's cores.
 CORES_AT_START = allowed_cores()
 MODEL = str(resources.files("heterollm.data.tiny_python_lm"))

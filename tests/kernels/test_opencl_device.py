@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 
 from heterollm.base import DeviceError
+from heterollm.doctor.case import run_case
+from heterollm.doctor.layers import gpu_layer_cases
 from heterollm.kernels.devices import list_devices, open_device, opens_host
 from heterollm.kernels.devices import race as races
 from heterollm.kernels.devices.kind import Race
 from heterollm.kernels.devices.runtimes import fixed_threads
 from heterollm.kernels.threads import allowed_cores
+
+pytestmark = pytest.mark.cpu
 
 FAST = Race("GPU X", (1.0, 2.0), (3.0, 24.0))
 SLOW = Race("GPU X", (2.0, 4.0), (1.0, 6.0))
@@ -165,3 +169,12 @@ def test_the_race_compares_the_same_layer(taken_for_gpu, monkeypatch):
     race = races.run_race()
     assert race.gpu
     assert all(0 < seconds < np.inf for seconds in (*race.gpu_s, *race.cores_s))
+
+
+def test_the_doctor_holds_a_float16_cache_to_the_gate_of_float16(taken_for_gpu):
+    device = open_device("opencl", npu_threads=0)
+    cases = [case for case in gpu_layer_cases(device) if case.operator == "RoPE and KV write"]
+    checks = [run_case(case, "fp32") for case in cases[:2]]
+    device.close()
+    assert [check.status for check in checks] == ["pass"] * 2
+    assert [check.gate for check in checks] == [1e-10, 1e-6]  # queries, keys

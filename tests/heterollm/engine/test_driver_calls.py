@@ -133,7 +133,7 @@ def test_a_split_of_mapped_memory_maps_its_input_and_its_output(
     """And the pass its tokens, step and logits; a queue for maps costs no further call."""
     monkeypatch.setattr(
         "heterollm.kernels.gpu.runtime.queue_for_maps",
-        lambda context, device, _queue: cl.CommandQueue(context, device) if beside else None,
+        lambda context, device, *_: cl.CommandQueue(context, device) if beside else None,
     )
     found, splits = count(load("mapped", half_rows_of_llama, sync="event"), calls, 1)
     assert (found["map"], found["unmap"]) == (2 * splits + 3, 2 * splits + 3)

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from named_gpu import SeparateMemory, separate_memory
 
 from heterollm.kernels.devices import open_device
-from heterollm.kernels.gpu import MemoryKind, OpenClRuntime, SharedArray
+from heterollm.kernels.gpu import MemoryKind
 from heterollm.kernels.gpu.binding import cl
-from heterollm.kernels.gpu.maps import queue_for_maps
+from heterollm.kernels.gpu.maps import READER, queue_for_maps
 from heterollm.llm import LLM
 from heterollm.solver import Plan, level_plan, model_shape
 from heterollm.solver.placements import RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
+
+pytestmark = pytest.mark.cpu
 
 # The level layer runs the graphs of npu, and the first tokens of a group are an NPU's whole group.
 PLANS = (
@@ -68,58 +71,10 @@ def plan(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> str
         return cut_plan(request.param, llm)
 
 
-class SeparateMemory(SharedArray):
-    """Memory of the device alone: the host sees a copy, which is worthless unless it is acquired.
-
-    Only the acquired bytes are copied, and copied back at the release.
-    """
-
-    __slots__ = ("reading", "transfers")
-
-    def __init__(self, array, buffer, queue, map_queue):
-        super().__init__(array, buffer, queue, False, map_queue)
-        self.reading = False
-        self.transfers = 0
-        self._spoil()
-
-    def _spoil(self):
-        self.array.reshape(-1).view(np.uint8).fill(0xFF)
-
-    def acquire(self, size_bytes=None):
-        if self._mapped is None:
-            self._mapped = self.array.reshape(-1).view(np.uint8)[:size_bytes]
-            # In the queue of the maps: only fences order it behind the kernels that write.
-            cl.enqueue_copy(self._map_queue or self._queue, self._mapped, self.buffer)
-            self.transfers += 1
-
-    def acquire_to_read(self, size_bytes=None):
-        self.acquire(size_bytes)
-        self.reading = True
-
-    def release(self):
-        if self._mapped is not None:
-            if not self.reading:
-                cl.enqueue_copy(self._queue, self.buffer, self._mapped)
-            self._mapped = None
-            self.reading = False
-            self._spoil()
-
-
 @pytest.fixture
-def separate_memory(monkeypatch: pytest.MonkeyPatch) -> list[SeparateMemory]:
-    """Give every shared array of the devices opened from now on a memory of its own."""
-    made: list[SeparateMemory] = []
-    shared = OpenClRuntime.shared
-
-    def allocate(runtime, shape, dtype):
-        array = shared(runtime, shape, dtype).array
-        flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
-        buffer = cl.Buffer(runtime.context, flags, hostbuf=array)
-        made.append(SeparateMemory(array, buffer, runtime.queue, runtime.map_queue))
-        return made[-1]
-
-    monkeypatch.setattr(OpenClRuntime, "shared", allocate)
-    return made
+def separate(monkeypatch: pytest.MonkeyPatch) -> list[SeparateMemory]:
+    """Give every mapped array of the devices opened from now on a memory of its own."""
+    return separate_memory(monkeypatch)
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, kind: MemoryKind) -> None:
@@ -131,7 +86,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, kind: MemoryKind) -> None:
 def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether drivers map beside kernels."""
 
-    def queue(context: cl.Context, device: cl.Device, _queue: cl.CommandQueue) -> cl.CommandQueue | None:
+    def queue(context: cl.Context, device: cl.Device, *_: object) -> cl.CommandQueue | None:
         return cl.CommandQueue(context, device) if request.param else None
 
     monkeypatch.setattr("heterollm.kernels.gpu.runtime.queue_for_maps", queue)
@@ -175,7 +130,7 @@ def test_the_host_touches_memory_only_while_it_holds_it(
     ids = token_ids(201)
     expected = logits(host_llm(checkpoint("llama"), plan=plan), ids)
     request.getfixturevalue("incoherent")
-    made = request.getfixturevalue("separate_memory")
+    made = request.getfixturevalue("separate")
     llm = host_llm(checkpoint("llama"), plan=plan)
     np.testing.assert_array_equal(logits(llm, ids), expected)
     pool = llm._engine.pool
@@ -218,10 +173,11 @@ def test_maps_beside_kernels_are_used_only_where_the_driver_does_not_wait(
 
     monkeypatch.setattr("heterollm.kernels.gpu.maps.LONGEST_COUNT", 1 << 15)
     monkeypatch.setattr(cl, "enqueue_map_buffer", waiting)
-    assert queue_for_maps(runtime.context, runtime._device, runtime.queue) is None
+    kernel = runtime.kernel_of_source(READER, "read_for_long")
+    assert queue_for_maps(runtime.context, runtime._device, runtime.queue, kernel) is None
     # A driver that refuses leaves maps where they were, too.
     monkeypatch.setattr(cl, "enqueue_map_buffer", raising)
-    assert queue_for_maps(runtime.context, runtime._device, runtime.queue) is None
+    assert queue_for_maps(runtime.context, runtime._device, runtime.queue, kernel) is None
     runtime.finish()
 
 

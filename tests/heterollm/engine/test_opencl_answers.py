@@ -1,44 +1,43 @@
-"""Answers on the device ``opencl``, where a CPU is taken for a GPU with mapped memory."""
+"""Logits on the device ``opencl``: the GPU of ``--gpu``, or a CPU that is taken for one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gates import LOGITS_SQNR_DB
-from msgspec.structs import replace
 
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
 from heterollm.solver import Plan
 
 
-@pytest.fixture(params=["gpu", "layer", "rows"])
-def plan(request: pytest.FixtureRequest, folder: Path, half_rows_plan: Callable[..., Plan]) -> str | Plan:
-    if request.param != "rows":
-        return str(request.param)
-    with LLM.load(folder, device="host", plan="gpu", context=128) as gpu:
-        return replace(half_rows_plan(gpu, 64), device="opencl")
-
-
 @pytest.fixture
-def folder(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama")
+def load(checkpoint: Callable[..., Path], taken_for_gpu: None) -> Iterator[Callable[[str | Plan], LLM]]:
+    """Return a function that loads a model with a plan, and closes it at the end."""
+    loaded: list[LLM] = []
+
+    def open_llm(plan: str | Plan) -> LLM:
+        loaded.append(LLM.load(checkpoint("llama"), device="opencl", plan=plan, context=128))
+        return loaded[-1]
+
+    yield open_llm
+    for llm in loaded:
+        llm.close()
 
 
-def logits(folder: Path, device: str, plan: str | Plan) -> np.ndarray:
-    """Return the logits of a prompt in two chunks, and of tokens behind it."""
-    ids = np.random.default_rng(0).integers(1, 200, 76)
-    with LLM.load(folder, device=device, plan=plan, context=128) as llm:
-        session = llm.session()
-        prompt = session.prefill(ids[:70], all_logits=True)
-        return np.stack([*prompt, *map(session.decode, ids[70:].tolist())])
-
-
-def test_the_logits_are_those_of_the_cores(
-    folder: Path, plan: str | Plan, request: pytest.FixtureRequest
+@pytest.mark.parametrize("plan", ["gpu", "npu", "layer", "rows"])
+def test_the_logits_are_those_of_transformers(
+    plan: str,
+    load: Callable[[str | Plan], LLM],
+    checkpoint: Callable[..., Path],
+    half_rows_plan: Callable[..., Plan],
+    reference: Callable[[LLM, Path, list[int]], np.ndarray],
 ) -> None:
-    expected = logits(folder, "host", "gpu")
-    request.getfixturevalue("taken_for_gpu")
-    found = logits(folder, "opencl", plan)
+    """A prompt in two chunks, and tokens behind it."""
+    ids = np.random.default_rng(0).integers(1, 200, 76).tolist()
+    llm = load(half_rows_plan(load("gpu"), 64) if plan == "rows" else plan)
+    session = llm.session()
+    found = np.stack([*session.prefill(ids[:70], all_logits=True), *map(session.decode, ids[70:])])
+    expected = reference(llm, checkpoint("llama"), ids)
     assert min(sqnr_db(*rows) for rows in zip(found, expected, strict=True)) > LOGITS_SQNR_DB["fp16"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gates import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB
 
-from heterollm.kernels.formats.tolerances import sqnr_db
+from heterollm.kernels.formats.tolerances import ComputeType, sqnr_db
 from heterollm.llm import LLM
 
 OPTIMISED = True
@@ -18,7 +18,12 @@ LEVELS = ("gpu", "npu", "layer")
 Reference = Callable[[LLM, Path, list[int]], np.ndarray]
 
 
-def check_logits(actual: np.ndarray, expected: np.ndarray, compute: str = "fp32") -> float:
+def compute_of(llm: LLM) -> ComputeType:
+    """Return the type whose gate a device's logits have: that of the KV cache, its coarsest."""
+    return "fp16" if llm.device.cache_dtype == np.float16 else "fp32"
+
+
+def check_logits(actual: np.ndarray, expected: np.ndarray, compute: ComputeType = "fp32") -> float:
     """Hold logits ``[m, vocab]`` to the gates and return their SQNR in decibels."""
     overall = sqnr_db(actual, expected)
     gate = LOGITS_SQNR_DB[compute]
@@ -75,7 +80,8 @@ def test_logits_of_every_position(
     prompt = session.prefill(ids[:70], all_logits=True)
     decoded = np.stack([session.decode(token) for token in ids[70:]])
     expected = reference(llm, folder, ids)
-    record_property("sqnr_db", float(check_logits(np.concatenate([prompt, decoded]), expected)))
+    found = np.concatenate([prompt, decoded])
+    record_property("sqnr_db", float(check_logits(found, expected, compute_of(llm))))
 
 
 @pytest.mark.parametrize(
@@ -113,4 +119,4 @@ def test_every_prompt_length(
     for row, length in enumerate(lengths):
         session.reset()
         actual[row] = session.prefill(ids[:length])
-    check_logits(actual, expected[np.array(lengths) - 1])
+    check_logits(actual, expected[np.array(lengths) - 1], compute_of(llm))

@@ -21,6 +21,13 @@ def skip_without_a_matrix_unit(request):
 
 
 @pytest.fixture
+def merges(runtime):
+    """Skip tests of merged launches where launches are not merged: on GPUs, and where memory is mapped."""
+    if not runtime.merges_launches:
+        pytest.skip("needs a CPU with coherent memory")
+
+
+@pytest.fixture
 def make(runtime):
     """GlueKernels of a style and types, made once."""
 

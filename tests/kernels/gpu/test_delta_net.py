@@ -17,7 +17,7 @@ from heterollm.kernels.gpu import (
     RecurrentLayer,
     Segments,
 )
-from heterollm.kernels.operators.data import fill_slot, run_launches, slot_values
+from heterollm.kernels.operators.data import fill_slot, run_launches
 from heterollm.kernels.operators.delta_net import (
     DeltaCase,
     apply_delta_rule,
@@ -83,9 +83,9 @@ def in_pieces(layers, pieces, drawn, shape=PUBLISHED):
             apply_delta_rule(layers, mixed, factors, rates, out, state, step, **sizes),
         )
         run_launches(gpu, launches)
-        outputs.append(slot_values(out))
+        outputs.append(out.read())
         position += tokens
-    return np.concatenate(outputs), slot_values(memory)[len(pieces) % 2 * values :][:values]
+    return np.concatenate(outputs), memory.read()[len(pieces) % 2 * values :][:values]
 
 
 def drawn_inputs(tokens, dtype, shape=PUBLISHED):

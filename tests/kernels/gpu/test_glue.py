@@ -5,7 +5,6 @@ import pytest
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu import (
-    STEP_HEAD_ROW,
     STEP_WORDS,
     DeviceMemory,
     GlueKernels,
@@ -78,7 +77,7 @@ def test_rms_norm_without_delta_leaves_the_residual(runtime, make, check, style)
             make(style), slot, runtime.upload(weight), out.slot, hidden=120, tokens=5, epsilon=epsilon
         )
         run_launches(runtime, [launch])
-        np.testing.assert_array_equal(slot.array, residual)
+        np.testing.assert_array_equal(slot.read(), residual)
         check((out.read(), exact_rms_norm(residual, weight, epsilon)), (scale, epsilon))
 
 
@@ -103,9 +102,9 @@ def test_final_norm_starts_at_the_head_row_and_can_run_again(runtime, make, chec
             delta=split_segments(runtime, delta, (hidden,), (split,)),
         )
         for head_row in (0, 17, tokens - 4):
-            step.array[STEP_HEAD_ROW] = head_row
+            step.write(step_slot(runtime, head_row=head_row).read())
             run_launches(runtime, [launch])
-            np.testing.assert_array_equal(slot.array, residual)
+            np.testing.assert_array_equal(slot.read(), residual)
             check((out.read(), expected[head_row : head_row + 4]), (split, head_row))
 
 
@@ -190,9 +189,9 @@ def test_rope_drops_tokens_past_the_length_or_the_capacity(runtime, make, style)
         run_rope(
             *(runtime, make(style), cache, value, (0, 0, 0)), shape=shape, position=position, length=length
         )
-        written = np.isfinite(by_position(cache_view(cache.array, shape))).all(axis=(0, 1, 3))
+        written = np.isfinite(by_position(cache_view(cache.read(), shape))).all(axis=(0, 1, 3))
         assert written.tolist() == [position <= at < position + kept for at in range(64)]
-        assert np.isfinite(cache.array).sum() == kept * 64
+        assert np.isfinite(cache.read()).sum() == kept * 64
 
 
 # -- attention -----------------------------------------------------------------------------------------------
@@ -200,10 +199,12 @@ def test_rope_drops_tokens_past_the_length_or_the_capacity(runtime, make, style)
 
 def fill_cache(rng, cache, shape, positions, whole=False):
     """Write random keys and values, whole numbers if asked; those behind some positions stay NaN."""
-    view = cache_view(cache.array, shape)
+    content = cache.read()
+    view = cache_view(content, shape)
     for place in range(positions):
         values = rng.standard_normal((2, shape.kv_heads, shape.head_dim))
         view[place // 64, :, :, place % 64] = np.round(values * 4) if whole else values
+    cache.write(content)
     return by_position(view)
 
 

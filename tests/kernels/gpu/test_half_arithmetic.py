@@ -1,46 +1,45 @@
-"""The linear kernels with half arithmetic, on a runtime that has it: Intel's, as PoCL's wheel has none.
+"""Linear kernels with half arithmetic, which Intel's runtime has and PoCL's wheel lacks: `pytest --gpu`."""
 
-They run in a process of their own, since the OpenCL loader reads its list of drivers once.
-"""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from drivers import driver_variables
 
 from heterollm.base import OptionError
-from heterollm.kernels.gpu import KernelParameters, ShapeClass, default_parameters, linear_style
+from heterollm.kernels.formats import linear_errors
+from heterollm.kernels.gpu import KernelParameters, ShapeClass, Variant, default_parameters, linear_style
 from heterollm.kernels.gpu.binding import cl
 from heterollm.kernels.gpu.runtime import _build_flags
+from heterollm.kernels.operators.linear import LinearCase
 from heterollm.kernels.ops import WeightFormat
 
-RUNTIME = Path(os.environ.get("HETEROLLM_HALF_RUNTIME", Path(sys.prefix) / "lib" / "libintelocl.so"))
-SCRIPT = Path(__file__).with_name("half_runtime.py")
 INT4 = WeightFormat(4, 32)
 
 
-@pytest.mark.slow
-def test_half_sums_meet_the_gate_of_float16(tmp_path):
-    if not RUNTIME.exists():
-        pytest.skip("needs `pip install intel-opencl-rt intel-cmplr-lib-rt`, or $HETEROLLM_HALF_RUNTIME")
-    environment = os.environ | {
-        **driver_variables(RUNTIME),
-        "LD_LIBRARY_PATH": str(RUNTIME.parent),
-        "HETEROLLM_CACHE": str(tmp_path),
-    }
-    command = [sys.executable, "-P", str(SCRIPT)]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) > 40
-    assert [case for case, _, within in found if not within] == []
+def shapes():
+    """Yield formats and shapes: odd rows and tokens, blocks of each size, and a model's depth."""
+    for (bits, block), symmetric in itertools.product(((4, 16), (4, 32), (4, 128), (8, 32)), (True, False)):
+        for tokens, columns in ((9, 128), (33, 384), (65, 256)):
+            yield WeightFormat(bits, block, symmetric=symmetric), tokens, columns
+    yield WeightFormat(16), 17, 48
+    yield INT4, 64, 4096
+
+
+def test_half_sums_meet_the_gate_of_float16(runtime):
+    if not runtime.traits.has_half:
+        pytest.skip("needs half arithmetic: pytest --gpu NAME")
+    errors = []
+    for weight, tokens, columns in shapes():
+        depths = (16, 32) if weight.block % 32 == 0 and weight.block else (16,)
+        for item_tokens, depth in itertools.product((4, 8, 16), depths):
+            parameters = KernelParameters("half", True, 64, item_tokens=item_tokens, depth_inputs=depth)
+            case = LinearCase(weight, (70, 3), columns, tokens)
+            y, exact = case.on_gpu(runtime, np.float16, style=Variant("half", parameters=parameters))
+            errors.append(linear_errors(y, exact))
+            assert errors[-1].within("fp16"), (case, parameters)
     # It is half arithmetic: float sums would leave the rounding of the outputs alone, 3e-8.
-    assert min(error for _, error, _ in found) > 1e-7
+    assert min(error.nmse for error in errors) > 1e-7
 
 
 def test_half_arithmetic_is_chosen_where_its_rounding_is_allowed():

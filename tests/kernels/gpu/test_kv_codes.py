@@ -19,7 +19,6 @@ from heterollm.kernels.operators.data import (
     fill_slot,
     run_launches,
     scales_view,
-    slot_values,
     split_segments,
     step_slot,
 )
@@ -79,7 +78,7 @@ def test_zeros_are_stored_as_zeros_and_nan_as_nan(runtime, style):
             tokens=3,
         )
         run_launches(runtime, [launch])
-        memory = slot_values(cache)
+        memory = cache.read()
         with np.errstate(invalid="ignore"):
             values = cache_view(memory, shape)[0, 1, 0, 2:5] * scales_view(memory, shape)[0, 1, 0, 2:5, None]
         assert np.array_equal(np.isfinite(values).all(1), [True, np.isfinite(value), True])

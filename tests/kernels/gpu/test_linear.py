@@ -155,8 +155,8 @@ def test_a_cut_can_lie_in_place_among_all_rows(runtime, style, tokens):
     packed.launch(source, runtime.shared((tokens, 165), np.float32), **options)()  # of the same rows
     runtime.finish()
     own = np.r_[64:192, 192 + 64 : 293]
-    np.testing.assert_array_equal(target.array[:, own], whole[:, own])
-    assert np.isnan(np.delete(target.array, own, axis=1)).all()
+    np.testing.assert_array_equal(target.read()[:, own], whole[:, own])
+    assert np.isnan(np.delete(target.read(), own, axis=1)).all()
 
 
 @pytest.mark.parametrize(("style", "dtype"), PAIRS)
@@ -243,13 +243,13 @@ def test_a_tied_head_and_the_embedding_share_one_copy(runtime):
     table = random_weight(rng, 100, 64, WeightFormat(8, 32))
     packed = GpuLinear.pack(runtime, [table], activation_dtype=np.float32)
     tokens, slot = runtime.shared((3,), np.int32), runtime.shared((3, 64), np.float32)
-    tokens.array[:] = [5, 99, 0]
+    tokens.write([5, 99, 0])
     packed.embed_launch(tokens, slot, count=3)()
     logits = runtime.shared((3, 100), np.float32)
     packed.launch(slot, logits, tokens=3, label="head")()
     runtime.finish()
-    exact = reference.embedding(tokens.array, table)
-    assert linear_errors(logits.array, reference.linear(exact, [table])).within("fp32")
+    exact = reference.embedding(tokens.read(), table)
+    assert linear_errors(logits.read(), reference.linear(exact, [table])).within("fp32")
     assert packed.size_bytes == 128 * 64 + 2 * 128 * 2
 
 

@@ -61,6 +61,7 @@ def test_codes_that_another_kernel_left_are_compact(runtime, style):
         run_linear(runtime, packed, x, rounded=too_small, **options)
 
 
+@pytest.mark.usefixtures("merges")
 def test_merged_launches_keep_their_ranges(runtime):
     launches, outputs, exact = [], [], []
     for integer in (False, True):

@@ -12,6 +12,7 @@ from heterollm.kernels.gpu.launch import ChainedLaunch
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
 from heterollm.kernels.gpu.rounding import rounding_launch
 from heterollm.kernels.gpu.runtime import POCL_NAME
+from heterollm.kernels.operators.data import fill_slot
 from heterollm.kernels.operators.linear import run_linear
 from heterollm.kernels.ops import WeightFormat
 
@@ -91,16 +92,16 @@ def test_launches_of_other_sizes_do_not_disturb_each_other(runtime):
             packed = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=True)
             x = runtime.shared((tokens, weight.columns), np.float32)
             y = runtime.shared((tokens, 70), np.float32)
-            x.array[:] = rng.standard_normal(x.array.shape)
-            exact = reference.linear(reference.round_inputs(x.array, 32), [weight])
+            x.write(rng.standard_normal(x.array.shape))
+            exact = reference.linear(reference.round_inputs(x.read(), 32), [weight])
             calls.append((packed.launch(x, y, tokens=tokens, label="test"), y, exact))
     for _ in range(2):
         for launch, y, _ in calls:
-            y.array[:] = np.nan
+            y.write(np.nan)
             launch()
         runtime.finish()
         for _, y, exact in calls:
-            assert linear_errors(y.array, exact).within("fp32")
+            assert linear_errors(y.read(), exact).within("fp32")
 
 
 def test_a_launch_rounds_before_it_multiplies(runtime):
@@ -111,17 +112,17 @@ def test_a_launch_rounds_before_it_multiplies(runtime):
     assert packed.integer_inputs
     assert isinstance(launch, ChainedLaunch)
     assert (launch.label, launch.before.label) == ("3.qkv", "rounding of inputs")
-    x.array[:] = np.random.default_rng(7).standard_normal(x.array.shape)
+    x.write(np.random.default_rng(7).standard_normal(x.array.shape))
     launch()
     runtime.finish()
-    expected = y.array.copy()
-    y.array[:] = np.nan
+    expected = y.read()
+    y.write(np.nan)
     assert [part.label for part in launch.parts] == ["rounding of inputs", "3.qkv"]
     for part in launch.parts:
         assert not isinstance(part, ChainedLaunch)
         part()
     runtime.finish()
-    np.testing.assert_array_equal(y.array, expected)
+    np.testing.assert_array_equal(y.read(), expected)
     plain = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32)
     alone = plain.launch(x, y, tokens=1, style="vector", label="3.qkv")
     assert not isinstance(alone, ChainedLaunch)
@@ -150,12 +151,11 @@ for bits, tokens in ((4, 1), (4, 21), (8, 1), (8, 21)):
     codes[:10] = 255
     weight = QuantizedTensor(codes, np.ones((100, 3), np.float16), None, bits, 64)
     x, y = runtime.shared((tokens, 192), np.float32), runtime.shared((tokens, 100), np.float32)
-    x.array[:] = rng.standard_normal(x.array.shape)
-    x.array[0] = 1
+    x.write([[1.0] * 192, *rng.standard_normal((tokens - 1, 192))])
     packed = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=True)
     packed.launch(x, y, tokens=tokens, label="test", style="vector")()
     runtime.finish()
-    errors = linear_errors(y.array, reference.linear(reference.round_inputs(x.array, 64), [weight]))
+    errors = linear_errors(y.read(), reference.linear(reference.round_inputs(x.read(), 64), [weight]))
     assert errors.within("fp32"), (bits, tokens, errors)
 """
 
@@ -184,22 +184,21 @@ def test_codes_that_lie_ready_give_the_bits_of_a_launch_that_rounds(runtime, sty
         x = rng.standard_normal((tokens, 256)).astype(np.float32)
         expected = compute(runtime, weight, x, style, first_token=first_token)
         packed = GpuLinear.pack(runtime, [weight], activation_dtype=np.float32, integer_inputs=True)
-        x_slot = runtime.shared((first_token + tokens, 256), np.float32)
+        x_slot = fill_slot(runtime, np.concatenate([np.zeros((first_token, 256), np.float32), x]))
         y_slot = runtime.shared((first_token + tokens, 70), np.float32)
         slots = [runtime.shared((size,), np.uint8) for size in code_bytes(tokens, 256, block)]
         rounded = RoundedInputs(*slots, bits, block)
-        x_slot.array[first_token:] = x
         options = {"tokens": tokens, "first_token": first_token}
         rounding_launch(
             runtime, x_slot, rounded, columns=256, **options, half=False, variant=Variant(style)
         )()
         runtime.finish()
-        x_slot.array[:] = np.nan  # the linear reads the codes alone
+        x_slot.write(np.nan)  # the linear reads the codes alone
         launch = packed.launch(x_slot, y_slot, **options, rounded=rounded, style=style, label="test")
         assert not isinstance(launch, ChainedLaunch)
         launch()
         runtime.finish()
-        np.testing.assert_array_equal(y_slot.array[first_token:], expected)
+        np.testing.assert_array_equal(y_slot.read()[first_token:], expected)
 
 
 def test_codes_that_do_not_fit_are_refused(runtime):

@@ -24,6 +24,8 @@ from heterollm.kernels.gpu.pocl import merged as merging
 from heterollm.kernels.operators.gated_activation import activate
 from heterollm.kernels.operators.norm import rms_norm
 
+pytestmark = pytest.mark.usefixtures("merges")
+
 HIDDEN = 128
 
 

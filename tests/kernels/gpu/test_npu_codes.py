@@ -57,7 +57,7 @@ def test_the_kernels_give_the_bits_of_the_oracle(runtime, style, grid, dtype):
         write_codes(layers, fill_slot(runtime, x), codes, tokens=tokens, columns=columns)()
         runtime.finish()
         expected, factors = grid.codes(x)
-        np.testing.assert_array_equal(codes.inputs.array, expected)
+        np.testing.assert_array_equal(codes.inputs.read(), expected)
         got_factors, counts = factors_and_counts(runtime, codes)
         np.testing.assert_array_equal(got_factors, factors)
         steps = np.abs(x.astype(np.float32) * np.float32(1 / grid.input_step))
@@ -68,7 +68,7 @@ def test_the_kernels_give_the_bits_of_the_oracle(runtime, style, grid, dtype):
         last = (1 << grid.bits) - 1
         outputs = np.random.default_rng(1).integers(0, last, (tokens, rows), endpoint=True).astype(grid.dtype)
         outputs[0, [0, -1]] = 0, last
-        codes.outputs.array[...] = outputs
+        codes.outputs.write(outputs)
         y = runtime.shared((tokens, rows), dtype)
         # The second member begins within eight columns.
         members = (
@@ -76,7 +76,7 @@ def test_the_kernels_give_the_bits_of_the_oracle(runtime, style, grid, dtype):
         )
         read_codes(layers, codes, y, tokens=tokens, member_rows=members)()
         runtime.finish()
-        np.testing.assert_array_equal(y.array, grid.values(outputs, factors, members).astype(dtype))
+        np.testing.assert_array_equal(y.read(), grid.values(outputs, factors, members).astype(dtype))
         ends = int(((outputs == 0) | (outputs == last)).sum())
         assert factors_and_counts(runtime, codes)[1].tolist() == [0, 0, outside + ends, tokens]
 
@@ -94,8 +94,8 @@ def test_a_norm_writes_the_codes_of_its_output(runtime, style, grid):
     rms_norm(layers, fill_slot(runtime, residual), weight, out, **options, rounded=fused)()
     write_codes(layers, out, plain, tokens=tokens, columns=hidden)()
     runtime.finish()
-    np.testing.assert_array_equal(fused.inputs.array, plain.inputs.array)
-    np.testing.assert_array_equal(plain.inputs.array, grid.codes(out.array)[0])
+    np.testing.assert_array_equal(fused.inputs.read(), plain.inputs.read())
+    np.testing.assert_array_equal(plain.inputs.read(), grid.codes(out.read())[0])
     for one, other in zip(*(factors_and_counts(runtime, codes) for codes in (fused, plain)), strict=True):
         np.testing.assert_array_equal(one, other)
 

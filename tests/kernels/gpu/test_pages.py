@@ -24,7 +24,6 @@ from heterollm.kernels.operators.data import (
     fill_slot,
     run_launches,
     scales_view,
-    slot_values,
 )
 from heterollm.kernels.operators.operator import check_case
 from heterollm.kernels.operators.rope import RopeCase
@@ -97,7 +96,7 @@ def test_a_row_of_several_sequences_has_the_bits_of_its_own(make, runtime, style
     layers, generator = make(style, kv=kv), np.random.default_rng(7)
     shape, positions = HeadShape(12, 2, 64, 400), (0, 63, 64, 399, 200)
     pages = pages_of(shape.capacity)
-    content = slot_values(empty_cache(runtime, replace(shape, capacity=20 * PAGE_POSITIONS), kv))
+    content = empty_cache(runtime, replace(shape, capacity=20 * PAGE_POSITIONS), kv).read()
     if kv is KV_CODES:
         cache_view(content, shape)[...] = generator.integers(-127, 128, cache_view(content, shape).shape)
         scales_view(content, shape)[...] = generator.uniform(0.01, 0.02, scales_view(content, shape).shape)
@@ -116,7 +115,7 @@ def test_a_row_of_several_sequences_has_the_bits_of_its_own(make, runtime, style
         scores = Scores(0.125, window)
         launches = attend(layers, *inputs, shape=shape, scores=scores, tokens=len(rows), **options)
         run_launches(runtime, launches)
-        return slot_values(out)
+        return out.read()
 
     for parts, window in ((1, 0), (3, 0), (3, 90)):
         found = attended(queries, words, parts=parts, row_words=words.shape[1])

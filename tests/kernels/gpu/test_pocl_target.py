@@ -11,6 +11,8 @@ from heterollm.kernels.gpu.pocl import target as pocl_target
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE, TARGETS, chosen_target, mend_target, target_for
 from heterollm.kernels.gpu.runtime import POCL_NAME
 
+pytestmark = pytest.mark.cpu
+
 TWO_RUNTIMES = Path(__file__).with_name("two_runtimes.py")
 
 

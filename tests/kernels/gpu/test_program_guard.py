@@ -12,6 +12,8 @@ import pytest
 from heterollm.base import DeviceError, make_own_folder
 from heterollm.kernels.gpu.pocl import program_guard
 
+pytestmark = pytest.mark.cpu
+
 SCRIPT = """
 import logging
 from heterollm.kernels.devices import gpu, open_device

@@ -8,7 +8,6 @@ import pytest
 from heterollm.base import KernelError
 from heterollm.kernels.formats import linear_errors, quantize, reference
 from heterollm.kernels.gpu import (
-    STEP_HEAD_ROW,
     STEP_WORDS,
     GlueKernels,
     GpuLinear,
@@ -75,10 +74,10 @@ def both_ways(runtime, make, tokens, columns, style, *, block, bits=4, dtype=np.
     results = []
     for fused in (False, True):
         out = runtime.shared((tokens, columns), dtype)
-        out.array[...] = np.nan
+        out.write(np.nan)
         slots = [runtime.shared((size,), np.uint8) for size in sizes]
         for slot in slots:
-            slot.array[:] = GUARD
+            slot.write(GUARD)
         rounded = RoundedInputs(*slots, bits, block)
         launches = make(out, rounded if fused else None)
         for launch in launches:
@@ -95,8 +94,8 @@ def both_ways(runtime, make, tokens, columns, style, *, block, bits=4, dtype=np.
             )()
         runtime.finish()
         for slot, size in zip(slots, used, strict=True):
-            assert np.all(slot.array[size:] == GUARD), "bytes behind the codes were written"
-        results.append([out.array.copy(), *(slot.array.copy() for slot in slots)])
+            assert np.all(slot.read()[size:] == GUARD), "bytes behind the codes were written"
+        results.append([out.read(), *(slot.read() for slot in slots)])
     apart, fused = results
     assert np.isfinite(fused[0].astype(np.float32)).all()
     assert np.any(fused[0])
@@ -144,8 +143,7 @@ def test_the_norm_rounds_its_output(runtime, style, cases):
 def test_the_final_norm_rounds_the_head_rows(runtime, style, cases):
     rng = np.random.default_rng(2)
     weight = runtime.upload(rng.standard_normal(HIDDEN).astype(np.float32))
-    step = runtime.shared((STEP_WORDS,), np.int32)
-    step.array[STEP_HEAD_ROW] = 3
+    step = step_slot(runtime, head_row=3)
     for rows, block in cases:
         residual = fill_slot(runtime, random(rng, (rows + 3, HIDDEN)))
         value = fill_slot(runtime, random(rng, (rows + 3, HIDDEN)))
@@ -206,7 +204,7 @@ def test_attention_rounds_its_output(runtime, style, shape, crossing, cases):
         position = 260
         capacity = position + tokens
         cache = runtime.shared((pages_of(capacity) * page_elements(kv_heads, head_dim, dtype),), dtype)
-        cache.array[...] = rng.standard_normal(cache.array.shape)
+        cache.write(rng.standard_normal(cache.array.shape))
         query = fill_slot(runtime, random(rng, (tokens, columns)) / 16)
         step = step_slot(runtime, position, tokens)
         for parts in (1, 2) if tokens < 8 else (1,):
@@ -234,6 +232,7 @@ def test_attention_rounds_its_output(runtime, style, shape, crossing, cases):
                 assert labels == ["attention"]
 
 
+@pytest.mark.usefixtures("merges")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_chain_merged_or_not_gives_what_separate_launches_give(runtime, bits):
     """Norm, linear, activation, linear: the codes reach the linear in the order that it reads."""
@@ -269,11 +268,11 @@ def test_a_chain_merged_or_not_gives_what_separate_launches_give(runtime, bits):
         (merged,) = merge_launches(runtime, launches)
         assert isinstance(merged, MergedLaunch)
         for calls in (launches, [merged]):
-            y.array[...] = np.nan
+            y.write(np.nan)
             for call in calls:
                 call()
             runtime.finish()
-            outputs.append(y.array.copy())
+            outputs.append(y.read())
         assert np.any(outputs[-1])
     for other in outputs[1:]:
         np.testing.assert_array_equal(outputs[0], other)
@@ -335,7 +334,7 @@ def test_codes_do_not_depend_on_the_device_s_division(dividing, units):
         options = {"columns": 512, "tokens": 64, "half": dtype == np.float16, "variant": variant}
         rounding_launch(runtime, fill_slot(runtime, x), rounded, **options)()
         runtime.finish()
-        codes = slots[0].array[: x.size].view(np.int8).reshape(64, 16, 32)
+        codes = slots[0].read()[: x.size].view(np.int8).reshape(64, 16, 32)
         largest = np.abs(x.astype(np.float32)).reshape(64, 16, 32).max(2, keepdims=True)
         values = codes * (largest / np.float32(127)).astype(np.float64)
         np.testing.assert_array_equal(values.reshape(x.shape), reference.round_inputs(x, 32))

@@ -18,16 +18,16 @@ def test_a_launch_that_is_dropped_at_once_still_sees_its_memory(runtime):
         y = runtime.shared((64, 1024), np.float32)
         expected = _launch_and_drop(runtime, generator, weight, y)
         for _ in range(4):
-            runtime.shared((1024, 512), np.float32).array.fill(np.nan)
+            runtime.shared((1024, 512), np.float32).write(np.nan)
         runtime.finish()
-        assert linear_errors(y.array, expected).within("fp32")
+        assert linear_errors(y.read(), expected).within("fp32")
 
 
 def _launch_and_drop(runtime, generator, weight, y):
     x = runtime.shared((64, 512), np.float32)
-    x.array[...] = generator.standard_normal((64, 512))
+    x.write(generator.standard_normal((64, 512)))
     GpuLinear.pack(runtime, [weight], activation_dtype=np.float32).launch(x, y, tokens=64, label="dropped")()
-    return x.array.astype(np.float64) @ weight.T.astype(np.float64)
+    return x.read().astype(np.float64) @ weight.T.astype(np.float64)
 
 
 def test_a_program_whose_compiler_runs_out_of_memory_is_never_freed(runtime, monkeypatch):

@@ -374,14 +374,15 @@ def small_launch(runtime, tokens, style=None):
     members = [random_weight(rng, 130, 96, INT4)]
     layer = GpuLinear.pack(runtime, members, activation_dtype=np.float32)
     x, y = runtime.shared((tokens, 96), np.float32), runtime.shared((tokens, 130), np.float32)
-    x.array[...] = rng.standard_normal((tokens, 96))
+    x.write(rng.standard_normal((tokens, 96)))
     launch = layer.launch(x, y, tokens=tokens, style=style, label="test")
     launch()
     runtime.finish()
-    assert linear_errors(y.array, reference.linear(x.array, members)).within("fp32")
+    assert linear_errors(y.read(), reference.linear(x.read(), members)).within("fp32")
     return launch
 
 
+@pytest.mark.cpu
 def test_the_runtime_uses_the_table(tuned_runtime):
     runtime = tuned_runtime
     default = small_launch(runtime, 70)
@@ -396,22 +397,24 @@ def test_the_runtime_uses_the_table(tuned_runtime):
     assert small_launch(runtime, 70).global_size == default.global_size
 
 
+@pytest.mark.usefixtures("merges")
 def test_tuned_launches_can_be_merged(tuned_runtime):
     runtime = tuned_runtime
     one = ShapeClass(INT4, False, False, "one")
     chosen = replace(default_parameters("vector", one), part_columns=16, prefetch_bytes=0)
     runtime.tuning.change(lambda table: table.keep(one, Tuned(chosen, 1.0, 2.0)))
     launches = [small_launch(runtime, 1), small_launch(runtime, 3), small_launch(runtime, 70)]
-    expected = [launch.arguments[4].array.copy() for launch in launches]
+    expected = [launch.arguments[4].read() for launch in launches]
     (merged,) = merge_launches(runtime, launches)
     for launch in launches:
-        launch.arguments[4].array[...] = np.nan
+        launch.arguments[4].write(np.nan)
     merged()
     runtime.finish()
     for launch, exact in zip(launches, expected, strict=True):
-        np.testing.assert_array_equal(launch.arguments[4].array, exact)
+        np.testing.assert_array_equal(launch.arguments[4].read(), exact)
 
 
+@pytest.mark.cpu
 def test_tuned_parameters_that_do_not_build_fall_to_the_default_for_good(tuned_runtime, monkeypatch):
     runtime = tuned_runtime
     runtime.tuning.change(lambda table: table.keep(MANY, Tuned(OTHER, 90.0, 100.0)))
@@ -492,7 +495,7 @@ for rounded, tokens in itertools.product((False, True), (5, 19)):
     for parameters in legal[1::8]:
         layer.launch(x_slot, y, tokens=tokens, style=Variant("simt", parameters=parameters), label="test")()
         runtime.finish()
-        assert linear_errors(y.array, case.exact(members, x)).within("fp32"), parameters
+        assert linear_errors(y.read(), case.exact(members, x)).within("fp32"), parameters
 print("done")
 """
 

@@ -106,6 +106,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.cpu
 class TestKernels:
     @pytest.mark.parametrize("integer_inputs", [False, True])
     @pytest.mark.parametrize("broken", BROKEN)

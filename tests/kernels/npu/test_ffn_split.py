@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from heterollm.kernels.formats import concatenate_rows, linear_errors, reference, take_columns, take_rows
 from heterollm.kernels.gpu import (
-    STEP_HEAD_ROW,
-    STEP_WORDS,
     GlueKernels,
     GpuLinear,
     RoundedInputs,
@@ -18,6 +16,7 @@ from heterollm.kernels.gpu import (
     code_bytes,
 )
 from heterollm.kernels.npu import FfnShard, HostNpu, QnnNpu, qnn_available
+from heterollm.kernels.operators.data import fill_slot, step_slot
 from heterollm.kernels.operators.gated_activation import activate, exact_gated_activation
 from heterollm.kernels.operators.norm import exact_rms_norm, final_norm, rms_norm
 
@@ -25,12 +24,6 @@ USABLE, REASON, _ = qnn_available(emulator=True)
 STYLES = ["vector", "simt"]
 TYPES = [np.float32, np.float16]
 EPSILON = 1e-5
-
-
-def upload(runtime, values):
-    slot = runtime.shared(values.shape, values.dtype)
-    slot.array[...] = values
-    return slot
 
 
 def rounded_memory(runtime, tokens, columns, weight):
@@ -45,7 +38,7 @@ def sum_case(runtime, rng, tokens, hidden, dtype):
     """The two parts, the first with NaN rows behind it as padded NPU output has, and their sum."""
     a, b = (rng.standard_normal((tokens, hidden)).astype(dtype) for _ in range(2))
     padded = np.concatenate([a, np.full((2, hidden), np.nan, dtype)])
-    delta = Segments(upload(runtime, padded), upload(runtime, b), (hidden,), (hidden,), join="sum")
+    delta = Segments(fill_slot(runtime, padded), fill_slot(runtime, b), (hidden,), (hidden,), join="sum")
     return delta, a.astype(np.float32) + b.astype(np.float32)
 
 
@@ -62,7 +55,7 @@ def test_the_norm_adds_two_parts_and_stores_the_sum(runtime, style, dtype):
         for has_bias in (False, True):
             for has_post in (False, True):
                 delta, total = sum_case(runtime, rng, tokens, hidden, dtype)
-                residual, out = upload(runtime, start), runtime.shared((tokens, hidden), dtype)
+                residual, out = fill_slot(runtime, start), runtime.shared((tokens, hidden), dtype)
                 rms_norm(
                     layers,
                     residual,
@@ -80,29 +73,28 @@ def test_the_norm_adds_two_parts_and_stores_the_sum(runtime, style, dtype):
                 if has_post:
                     added = exact_rms_norm(added, post, EPSILON)
                 case = (tokens, hidden, has_bias, has_post)
-                np.testing.assert_allclose(residual.array, start + added, rtol=2e-5, atol=2e-5)
+                np.testing.assert_allclose(residual.read(), start + added, rtol=2e-5, atol=2e-5)
                 exact = exact_rms_norm(start + added, weight, EPSILON)
-                assert linear_errors(out.array, exact).within(gate), case
+                assert linear_errors(out.read(), exact).within(gate), case
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_final_norm_adds_two_parts_of_the_head_rows(runtime, style):
     rng = np.random.default_rng(2)
     layers = GlueKernels(runtime, np.float32, np.float32, style=style)
-    step = runtime.shared((STEP_WORDS,), np.int32)
-    step.array[STEP_HEAD_ROW] = 3
+    step = step_slot(runtime, head_row=3)
     delta, total = sum_case(runtime, rng, 5, 128, np.float32)
     start, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((5, 128), 128))
-    residual, out = upload(runtime, start), runtime.shared((2, 128), np.float32)
+    residual, out = fill_slot(runtime, start), runtime.shared((2, 128), np.float32)
     launch = final_norm(
         layers, residual, runtime.upload(weight), out, step, rows=2, epsilon=EPSILON, delta=delta
     )
     for _ in range(2):
         launch()
         runtime.finish()
-        np.testing.assert_array_equal(residual.array, start)
+        np.testing.assert_array_equal(residual.read(), start)
         exact = exact_rms_norm((start + total)[3:], weight, EPSILON)
-        assert linear_errors(out.array, exact).within("fp32")
+        assert linear_errors(out.read(), exact).within("fp32")
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -110,18 +102,18 @@ def test_what_is_rounded_is_the_norm_of_the_sum(runtime, style):
     rng = np.random.default_rng(3)
     layers = GlueKernels(runtime, np.float32, np.float32, style=style)
     delta, _ = sum_case(runtime, rng, 5, 256, np.float32)
-    whole = upload(runtime, delta.a.array[:5] + delta.b.array)
+    whole = fill_slot(runtime, delta.a.read()[:5] + delta.b.read())
     start, weight = rng.standard_normal((5, 256)).astype(np.float32), runtime.upload(np.ones(256, np.float32))
     results = []
     for value in (delta, Segments(whole, whole, (256,), (0,))):
-        residual, out = upload(runtime, start), runtime.shared((5, 256), np.float32)
+        residual, out = fill_slot(runtime, start), runtime.shared((5, 256), np.float32)
         slots = [runtime.shared((size,), np.uint8) for size in code_bytes(5, 256, 32)]
         options = {"hidden": 256, "tokens": 5, "epsilon": EPSILON, "rounded": RoundedInputs(*slots, 4, 32)}
         rms_norm(layers, residual, weight, out, delta=value, **options)()
         runtime.finish()
         used = (5 * 256, 5 * 256 // 32 * 8)
-        codes = [slot.array[:size].copy() for slot, size in zip(slots, used, strict=True)]
-        results.append([residual.array.copy(), out.array.copy(), *codes])
+        codes = [slot.read()[:size] for slot, size in zip(slots, used, strict=True)]
+        results.append([residual.read(), out.read(), *codes])
     for summed, plain in zip(*results, strict=True):
         np.testing.assert_array_equal(summed, plain)
         assert np.any(summed)
@@ -184,20 +176,22 @@ def run_cut(runtime, npu, network, x, cut, length, *, style, integer=False, form
     part = FfnShard(
         upper, take_columns(network.down, 0, cut), network.activation, bias, 0, "cut", (0, cut), integer
     )
+    y_npu.acquire()
     npu.prepare(part, length, form).bind({"x": padded}, {"y": y_npu.array})()
+    y_npu.release()
     npu.release(part)
 
     layers = GlueKernels(runtime, dtype, dtype, style=style)
     options = {"activation_dtype": dtype, "integer_inputs": integer}
     gate_up = GpuLinear.pack(runtime, [network.gate, network.up], **options)
     down = GpuLinear.pack(runtime, [network.down], **options)
-    source, wide = upload(runtime, x), runtime.shared((tokens, 2 * rest), dtype)
+    source, wide = fill_slot(runtime, x), runtime.shared((tokens, 2 * rest), dtype)
     activated, y_gpu = runtime.shared((tokens, rest), dtype), runtime.shared((tokens, hidden), dtype)
     rounded = rounded_memory(runtime, tokens, rest, network.format) if integer else None
     tail = network.biases and np.concatenate([part[cut:] for part in network.biases[:2]])
     last = network.biases and runtime.upload(network.biases[2])
     start = np.random.default_rng(0).standard_normal((tokens, hidden)).astype(np.float32) / 8
-    residual, out = upload(runtime, start), runtime.shared((tokens, hidden), dtype)
+    residual, out = fill_slot(runtime, start), runtime.shared((tokens, hidden), dtype)
     kept = ((cut, width), (cut, width))
     halves = Segments(wide, wide, (rest, rest), (0, 0))
     shape = {"tokens": tokens, "intermediate": rest, "activation": network.activation, "rounded": rounded}
@@ -223,7 +217,7 @@ def run_cut(runtime, npu, network, x, cut, length, *, style, integer=False, form
     for launch in launches:
         launch()
     runtime.finish()
-    return residual.array.astype(np.float64) - start
+    return residual.read().astype(np.float64) - start
 
 
 KINDS = [

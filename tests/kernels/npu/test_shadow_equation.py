@@ -80,7 +80,11 @@ def computed(runtime, host, x, floats, weight, ranges, *, shadow):
         )
         run_launches(runtime, [*finding, product])
     shard = LinearShard(weight, 0, "qkv", tuple((0, rows) for rows in MEMBERS), "equation 1", ranges=own)
+    for slot in (inputs, outputs):
+        slot.acquire()
     host.prepare(shard, TOKENS, "static_int8").bind({"x": inputs.array}, {"y": outputs.array})()
+    for slot in (inputs, outputs):
+        slot.release()
     host.release(shard)
     logits = runtime.shared((TOKENS, ROWS), np.float32)
     joined = Segments(a, b, (ROWS,), (ROWS,), join="sum" if shadow else "concatenate")
@@ -92,14 +96,14 @@ def computed(runtime, host, x, floats, weight, ranges, *, shadow):
         ],
     )
     assert not shadow or counted(runtime, codes) == 0
-    return logits.array.astype(np.float64)
+    return logits.read().astype(np.float64)
 
 
 def counted(runtime, codes):
     """Return the output codes at the end of their range; inputs beyond it do not count."""
     counts = np.empty(COUNT_WORDS, np.uint32)
     runtime.copy(counts, codes.counts.buffer)
-    return max(0, int(counts[0]) - int((codes.outputs.array == 255).sum() + (codes.outputs.array == 0).sum()))
+    return max(0, int(counts[0]) - int(np.isin(codes.outputs.read(), (0, 255)).sum()))
 
 
 def bound(x, floats, weight, grid):

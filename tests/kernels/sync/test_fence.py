@@ -44,8 +44,11 @@ POLLING = tuple(strategy for strategy in STRATEGIES if strategy not in ("finish"
 
 @pytest.fixture(scope="module", params=MEMORY_KINDS)
 def device(request, runtime):
-    """The same device with each kind of shared memory."""
-    return OpenClRuntime(runtime.context.devices[0], shared_memory=request.param)
+    """The same device with each kind of shared memory that it has."""
+    try:
+        return OpenClRuntime(runtime.context.devices[0], shared_memory=request.param)
+    except DeviceError as error:
+        pytest.skip(error.message)
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +103,12 @@ def test_a_wait_ends_at_its_mark(runtime, strategy):
         runtime.flush()
     try:
         fence.wait()
-        np.testing.assert_array_equal(data.array, 1)
+        if runtime.traits.coherent or runtime.maps_beside_kernels:  # else a map waits for the gate
+            np.testing.assert_array_equal(data.read(), 1)
     finally:
         gate.open()
         runtime.finish()
+    np.testing.assert_array_equal(data.read(), 1)
     fence.wait()
 
 
@@ -119,7 +124,7 @@ def test_hand_overs_come_in_the_order_of_the_queue(runtime, strategy):
         second.wait()
         first.wait()
         number += 2
-        np.testing.assert_array_equal(writer.data.array, number)
+        np.testing.assert_array_equal(writer.data.read(), number)
 
 
 def test_a_graph_that_is_late_inside_its_session(runtime, make_slice, strategy, monkeypatch, delay_graph):
@@ -150,7 +155,7 @@ def test_a_graph_that_is_late_inside_its_session(runtime, make_slice, strategy, 
         launch()
         fence()
         number += 1
-        np.testing.assert_array_equal(writer.data.array, number)
+        np.testing.assert_array_equal(writer.data.read(), number)
         run()
         np.testing.assert_array_equal(y, expected)
     npu.close()
@@ -220,7 +225,7 @@ def test_a_signal_that_does_not_come_is_an_error_and_no_hang(runtime, name):
     number = writer.number()
     writer.launch(2000.0)()
     prepare_fence(runtime, name, "again")()
-    np.testing.assert_array_equal(writer.data.array, number + 1)
+    np.testing.assert_array_equal(writer.data.read(), number + 1)
 
 
 @pytest.mark.parametrize("name", POLLING)
@@ -269,7 +274,7 @@ def test_a_flag_that_is_lost_is_noticed_before_the_timeout(runtime):
         with pytest.raises(FenceError, match="a flag") as caught:
             fence()
         assert _waited_s(caught.value) < 600.0
-        assert elsewhere.array[0] == 1
+        assert elsewhere.read()[0] == 1
     finally:
         flag.launch = right
     fence()
@@ -339,10 +344,12 @@ def test_a_device_without_a_flag_says_why(fresh, monkeypatch):
     with pytest.raises(DeviceError, match="no memory"):
         flag_litmus(unmapped, 1)
     # On coherent memory the flag needs no SVM.
-    assert "flag" in strategies_for(fresh)
+    assert ("flag" in strategies_for(fresh)) == fresh.traits.coherent
 
 
 def test_stale_data_refuses_the_flag(fresh, monkeypatch):
+    if fresh.flag is None or fresh.flag.promised:
+        pytest.skip("no flag here that the litmus test decides on")
     monkeypatch.setattr(litmus, "flag_litmus", lambda _, rounds: Litmus(rounds, 2))
     assert "flag" not in strategies_for(fresh)
     assert "2 of 500 rounds" in refused_strategies(fresh)["sleep_flag"]
