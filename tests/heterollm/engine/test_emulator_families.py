@@ -1,7 +1,7 @@
 """The remaining families on the HTP emulator of Qualcomm, by the gates of float16.
 
-Of each kind of layers there is one: plain ones, those with recurrent state, of several shapes, with experts, with
-state spaces, and with latent attention.
+Of each kind of layers there is one: plain ones, those with recurrent state, of several shapes, with experts,
+with state spaces, and with latent attention.
 """
 
 from collections.abc import Callable

@@ -133,8 +133,8 @@ SLOW = (
     *((name, "layer") for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe")),
 )
 PROMPT, STEPS = 70, 5
-# One of each kind of layers by default: plain, recurrent, of several shapes, without norms before, experts, state spaces,
-# latent.
+# By default one of each kind of layers: plain, recurrent, of several shapes, without norms before blocks,
+# with experts, with state spaces, latent.
 GREEDY = ("gemma", "qwen3_5_text", "gemma4", "olmo2", "gpt_oss", "nemotron_h", "deepseek_v3")
 
 
