@@ -51,7 +51,8 @@ from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.operators.attention import attend
 from heterollm.kernels.operators.delta_net import apply_delta_rule, convolve_inputs
 from heterollm.kernels.operators.experts import GpuExperts
-from heterollm.kernels.operators.gated_activation import activate
+from heterollm.kernels.operators.gate_cutoff import find_cutoffs
+from heterollm.kernels.operators.gated_activation import TokenFactors, activate
 from heterollm.kernels.operators.latent import multiply_heads, turn
 from heterollm.kernels.operators.logits import join_logits, soft_cap
 from heterollm.kernels.operators.norm import rms_norm
@@ -61,7 +62,17 @@ from heterollm.kernels.operators.output_gate import gate_output
 from heterollm.kernels.operators.rope import rope_and_store
 from heterollm.kernels.operators.score_codes import estimate_scores, write_score_codes
 from heterollm.kernels.operators.selection import select_positions
+from heterollm.kernels.operators.short_conv import convolve
 from heterollm.kernels.operators.sparse_attention import attend_selected
+from heterollm.kernels.operators.streams import (
+    Mixing,
+    Normed,
+    Streams,
+    correct_streams,
+    fit_stream,
+    predict_streams,
+    read_stream,
+)
 from heterollm.kernels.operators.token_gate import gate_tokens
 from heterollm.kernels.ops import Routing, WeightFormat
 
@@ -220,12 +231,16 @@ def _record_glue(
     activate(layers, two, slot, tokens=16, intermediate=hidden, rounded=rounded)
     runtime.label = "join_logits f16"
     join_logits(layers, Segments(slot, slot, (1024,), (512,)), slot, rows=1)
+    runtime.label = f"short_conv {kind}"
+    gates = Segments(slot, slot, (hidden,) * 3, (hidden,) * 3)
+    sizes: dict[str, Any] = {"tokens": 16, "width": hidden, "rounded": rounded}
+    convolve(layers, gates, slot, slot, RecurrentLayer(slot, 2 * hidden), step, **sizes)
     runtime.label = "token_gate f16"
     gate_tokens(layers, slot, slot, one, slot, tokens=16)
     net = DeltaShape(16, 32, 128, 128, taps=4)
     members = Segments(slot, slot, tuple(net.members.values()), tuple(net.members.values()))
     state = RecurrentLayer(slot, net.history + net.matrix)
-    sizes: dict[str, Any] = {"shape": net, "tokens": 16}
+    sizes = {"shape": net, "tokens": 16}
     runtime.label = "delta_conv f16"
     convolve_inputs(layers, members, slot, slot, slot, slot, state, step, **sizes)
     runtime.label = "delta_rule f16"
@@ -298,6 +313,31 @@ def _record_glue(
             defines = (*((key, value) for key, value in half.defines if key != "ROWS"), ("ROWS", 16))
             name = f"{half.name} rows 16"
             runtime.programs[name] = replace(half, name=name, defines=tuple(sorted(defines)))
+
+
+def _record_streams(runtime: ProgramRecorder, slot: SharedArray) -> None:
+    """Record what Gemma 3n alone has: several residual streams, and sparse networks behind their gates."""
+    layers = GlueKernels(runtime, np.float16, np.float16, style="simt")
+    streams, mixing = Streams(slot, slot, 4, COLUMNS, 16, 1e-6), Mixing(slot, slot)
+    added = Normed(Segments(slot, slot, (COLUMNS,), (COLUMNS,)), slot)
+    runtime.label = "predict_streams f16"
+    predict_streams(layers, streams, mixing, added)
+    runtime.label = "correct_streams f16"
+    correct_streams(layers, streams, mixing, added, slot, slot)
+    runtime.label = "read_stream f16"
+    read_stream(layers, streams, 1, added, slot)
+    for opens in (True, False):
+        runtime.label = f"fit_stream f16 {'opens' if opens else 'closes'}"
+        fit_stream(layers, streams, 1, slot, opens=opens)
+    gate_up = Segments(slot, slot, (COLUMNS,) * 2, (COLUMNS,) * 2)
+    runtime.label = "gate_cutoff f16"
+    find_cutoffs(layers, gate_up, slot, tokens=16, deviations=1.645)
+    sizes: dict[str, Any] = {"tokens": 16, "intermediate": COLUMNS, "activation": "gelu_tanh"}
+    runtime.label = "gated_activation f16 cutoffs"
+    activate(layers, gate_up, slot, cutoffs=slot, **sizes)
+    runtime.label = "gated_activation f16 factors"
+    gate = Segments(slot, slot, (COLUMNS,), (COLUMNS,))
+    activate(layers, gate, slot, factors=TokenFactors(slot, COLUMNS, 0), **sizes)
 
 
 def _record_code_cache(runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int, int, int]) -> None:
@@ -396,6 +436,7 @@ def programs() -> tuple[Program, ...]:
     for heads in HEADS:
         _record_glue(runtime, slot, heads, rounds=False)
     _record_glue(runtime, slot, HEADS[0], rounds=True)
+    _record_streams(runtime, slot)
     _record_code_cache(runtime, slot, HEADS[0])
     _record_outliers(runtime, slot)
     _record_experts(runtime, slot)

@@ -124,11 +124,13 @@ def prepare(folder: Path) -> None:
 def _modules(program: Program, root: Path) -> list[str]:
     """Return a program as SPIR-V in base64 after clang's optimiser, of two versions."""
     dot = "__opencl_c_integer_dot_product_input_4x8bit_packed"
+    # Combining would make integers of 256 bits of vectors that overlap; the translator refuses these.
     (root / "w/program.cl").write_text(program.source)
     commands = [
         "clang-19 -cc1 -triple spir64-unknown-unknown -O2 -cl-std=CL1.2 -finclude-default-header"
         f" -fdeclare-opencl-builtins -cl-ext=+cl_khr_fp16,+{dot} -D{dot}=1 -mllvm -vectorize-loops=false"
-        f" -mllvm -vectorize-slp=false -emit-llvm-bc -o /w/program.bc /w/program.cl {program.options}"
+        f" -mllvm -vectorize-slp=false -mllvm -disable-vector-combine -emit-llvm-bc"
+        f" -o /w/program.bc /w/program.cl {program.options}"
     ]
     # 1.2 has no selection of whole vectors; what the translator writes as 1.4 Mesa does not always take.
     versions = ("1.2", "1.4")

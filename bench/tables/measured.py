@@ -190,6 +190,23 @@ def overhead() -> Lines:
         yield f"`{level}`", wall, busy, f"{100 * traced['overhead_fraction']:.1f} %", alone
 
 
+BLOCKS: Final = (
+    ("decode", "gated delta net"),
+    ("decode", "state space"),
+    ("decode", "short convolution"),
+    ("prefill", "gated delta net"),
+    ("prefill", "state space"),
+)
+plain_table(
+    "measured",
+    "recurrent blocks",
+    "phase | block | its operators, µs | beside, µs | share or ratio",
+    "{phase} | {block} | {own_us:.0f} | {other_us:.0f} | {share:.2f}",
+    lambda: (last("recurrent", phase=phase, block=block) for phase, block in BLOCKS),
+    "ll",
+)
+
+
 @table(
     "measured",
     "memory",

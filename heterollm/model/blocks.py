@@ -602,10 +602,12 @@ class LayerStage:
     def groups(self, hidden: int) -> tuple[GroupShape, ...]:
         """Return the groups of linears of its blocks."""
         found = tuple(shape for block in self.blocks for shape in block.groups(hidden))
-        if not self.streams or not found:
+        branches = (block.NAME for block in self.blocks if not block.GROUPS)
+        own = *((STREAM_MIXING,) if self.streams else ()), *branches
+        if not own or not found:
             return found
         first, *rest = found
-        return replace(first, before=(STREAM_MIXING, *first.before)), *rest
+        return replace(first, before=(*own, *first.before)), *rest
 
     @property
     def norms(self) -> tuple[Norm, ...]:

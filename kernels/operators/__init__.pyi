@@ -15,6 +15,7 @@ from .gated_activation import exact_gated_activation as exact_gated_activation
 from .latent import multiply_heads as multiply_heads
 from .latent import norm_member as norm_member
 from .latent import turn as turn
+from .laurel import apply_laurel as apply_laurel
 from .linear import LINEARS as LINEARS
 from .linear import LinearCase as LinearCase
 from .logits import add_bias as add_bias

@@ -207,10 +207,10 @@ class Data:
         """Return memory to write, by default in the activation type."""
         return self._guarded(name, shape, self.dtype if dtype is None else dtype)
 
-    def table(self, rows: int, columns: int, weight: WeightFormat) -> LinearWeight:
-        """Return a weight, whose values are named ``table``."""
+    def table(self, rows: int, columns: int, weight: WeightFormat, name: str = "table") -> LinearWeight:
+        """Return a weight, whose values have a name."""
         table = random_weight(self._generator, rows, columns, weight)
-        self.values["table"] = reference.weight_values(table)
+        self.values[name] = reference.weight_values(table)
         return table
 
     def linear(

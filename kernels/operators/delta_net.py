@@ -59,6 +59,10 @@ LANES: Final = 4
 CPU_BLOCK, GPU_BLOCK = 32, 1 << 30
 """Tokens for which a row stays in registers; those of a CPU have a q and k that its cache holds."""
 
+LEAST_BY_COLUMN, COLUMN_BLOCK, COLUMN_ROWS = 16, 16, 256
+"""Tokens of a sequence from which a CPU holds columns of the state, in blocks of tokens whose q and k its
+cache holds, and the most rows of a head whose columns fit in a thread's stack."""
+
 SLOTS: Final = (1, 2)
 """Slots of checks that are read and written, of three."""
 
@@ -168,8 +172,12 @@ def apply_delta_rule(
         group = shape.value_heads // shape.key_heads
         sizes: Defines = {"GROUP": group, "KEY_DIM": shape.key_dim, "RUNS": runs, "BLOCK": block}
         sizes |= _rule(shape)
+        if style == "vector" and by_column:
+            padded = round_up(shape.value_dim, 16)
+            return sizes | {"BY_COLUMN": 1, "BLOCK": COLUMN_BLOCK, "ROWS_PADDED": padded}
         return sizes | ({"LANES": 1, "TWO_ROWS": 1} if style == "vector" else {"LANES": LANES})
 
+    by_column = tokens >= LEAST_BY_COLUMN and not row_words and shape.value_dim <= COLUMN_ROWS
     widths = (shape.key_dim, shape.channels, state.values, shape.history)
     kernel, style, items = on.kernel(("delta_rule.cl",), "delta_rule", defines, widths=widths)
     span = shape.value_dim if style == "vector" else 1

@@ -26,7 +26,7 @@ from heterollm.kernels.operators.operator import (
 from heterollm.kernels.ops import MOST_STREAMS, Join
 
 TITLE: Final = "streams"
-STEPS: Final[Mapping[str, StepCategory]] = {TITLE: "norm", "laurel": "activation"}
+STEPS: Final[Mapping[str, StepCategory]] = {TITLE: "norm"}
 
 EPSILON: Final = 1e-5
 """Of checks."""

@@ -252,7 +252,13 @@ class _SharedData(Data):
     def inputs(self, name: str, *shape: int) -> SharedArray:
         return self.output(name, *shape)
 
-    def table(self, rows: int, columns: int, weight: WeightFormat) -> LinearWeight:
+    def table(
+        self,
+        rows: int,
+        columns: int,
+        weight: WeightFormat,
+        name: str = "table",  # noqa: ARG002
+    ) -> LinearWeight:
         return weight_for(self._gpu, rows, columns, weight)
 
     def linear(

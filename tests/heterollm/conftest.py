@@ -2,6 +2,7 @@
 
 import html.parser
 import itertools
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from heterollm.kernels.gpu import is_complete
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.sync.fence import BlockingFence
 from heterollm.llm import LLM
+from heterollm.model import ModelConfig
 from heterollm.model import families as model_types
 from heterollm.solver import Plan, model_shape
 from heterollm.solver.placements import RowsPlacement
@@ -814,9 +816,9 @@ def bundled() -> Path:
     return Path(str(resources.files("heterollm.data.tiny_python_lm")))
 
 
-def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
-    """Write a random two-layer checkpoint with non-trivial norms and biases."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def their_config(family: str, **overrides: Any) -> Any:
+    """Return transformers' configuration of a family with small sizes."""
+    from transformers import AutoConfig
 
     fields = {
         "num_hidden_layers": 2,
@@ -831,8 +833,21 @@ def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
         import muse_model
 
         muse_model.register()
+    return AutoConfig.for_model(family.partition(" ")[0], **fields)
+
+
+def config_of(family: str) -> ModelConfig:
+    """Return the program's configuration of such a checkpoint, without one."""
+    return ModelConfig.from_dict(json.loads(their_config(family).to_json_string()))
+
+
+def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
+    """Write a random two-layer checkpoint with non-trivial norms and biases."""
+    from transformers import AutoModelForCausalLM
+
+    config = their_config(family, **overrides)
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.partition(" ")[0], **fields))
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("scale"):

@@ -12,7 +12,7 @@ from heterollm.engine.slots import GATED_OUTPUT
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GlueKernels, GpuLinear, Segments
-from heterollm.kernels.operators import norm_output
+from heterollm.kernels.operators import apply_laurel
 from heterollm.model import LaurelBlock, ModelWeights
 
 
@@ -42,20 +42,15 @@ class LaurelEmitter:
     def _emit(self, builder: PassBuilder, layer: int, block: LaurelBlock) -> Delta:
         lane, tokens, columns = builder.lane, builder.tokens, (block.width,)
         x, inner, out = lane.shared["linear_input"], lane.private["gpu_output"], lane.private[GATED_OUTPUT]
-        left, right = self._linears[layer]
-        normed = norm_output(
+        left, right, normed = apply_laurel(
             self._kernels,
-            Segments(out, out, columns, (0,)),
+            self._linears[layer],
             self._tensors.norm(layer, "laurel_output"),
-            out,
+            *(x, inner, out),
             tokens=tokens,
             epsilon=self._epsilon,
         )
-        for launch, reads in (
-            (left.launch(x, inner, tokens=tokens, label="laurel"), x),
-            (right.launch(inner, out, tokens=tokens, label="laurel"), inner),
-            (normed, out),
-        ):
+        for launch, reads in ((left, x), (right, inner), (normed, out)):
             writes = (inner,) if reads is x else (out,)
             builder.kernel("laurel", layer, launch, reads=(reads,), writes=writes, ends=launch is normed)
         return Delta(Segments(out, x, columns, columns, join="sum"))

@@ -18,66 +18,6 @@
 #define GATES 2
 #endif
 
-// A member of the linear, all tokens of it, and the channels before it.
-typedef struct {
-  __global const act_t *a;
-  __global const act_t *b;
-  int split;
-  int first;
-} mixed_member;
-
-// What all members have in common.
-typedef struct {
-  __global const float *taps;
-  __global const float *before;  // the history that is read
-  __global float *behind;        // and the one that is written
-  int a_columns;
-  int b_columns;
-  int channels;
-  int token;
-  int length;
-  int known;  // whether there is a history to read
-} mixed_row;
-
-// The channels [i, i + count) of a member after convolution and silu. Writes the history, too. Inlined, it needs no
-// private memory for its arguments.
-static inline float8 convolved(mixed_row row, mixed_member member, int i, int count) __attribute__((always_inline));
-static inline float8 convolved(mixed_row row, mixed_member member, int i, int count) {
-  const int channel = member.first + i, token = row.token;
-  float8 sum = 0.0f, input = 0.0f;
-#ifdef STATE_SPACE
-  LOAD_PART(load_float8, load_float, row.taps + TAPS * row.channels, channel, count, bias)
-  sum = bias;
-#endif
-  for (int tap = 0; tap < TAPS; ++tap) {
-    const int from = token + tap - HISTORY;
-    input = 0.0f;
-    if (from >= 0) {
-      member_row inputs = {member.a + from * row.a_columns, member.b + from * row.b_columns, member.split};
-      input = load_member(inputs, i, count);
-    } else if (row.known) {
-      LOAD_PART(load_float8, load_float, row.before + (from + HISTORY) * row.channels, channel, count, held)
-      input = held;
-    }
-    LOAD_PART(load_float8, load_float, row.taps + tap * row.channels, channel, count, weight)
-    sum = FMA(input, weight, sum);
-  }
-  const int place = token - (row.length - HISTORY);
-  if (place >= 0 && place < HISTORY) {
-    STORE_PART(store_float8, store_float, input, row.behind + place * row.channels, channel, count)
-  }
-  // A pass shorter than the history keeps the newest inputs before it.
-  for (int kept = 0; token == 0 && kept < HISTORY - row.length; ++kept) {
-    float8 moved = 0.0f;
-    if (row.known) {
-      LOAD_PART(load_float8, load_float, row.before + (kept + row.length) * row.channels, channel, count, held)
-      moved = held;
-    }
-    STORE_PART(store_float8, store_float, moved, row.behind + kept * row.channels, channel, count)
-  }
-  return sum * sigmoid_8(sum);
-}
-
 // rates: -exp(A_log) of each value head, then the shifts.
 GROUP_SIZE __kernel void delta_conv(__global const act_t *a, __global const act_t *b, __global act_t *mixed,
                                     __global float *factors, __global const float *taps, __global const float *rates,
@@ -95,49 +35,80 @@ GROUP_SIZE __kernel void delta_conv(__global const act_t *a, __global const act_
   step += first_row * row_words;
   a += (size_t)first_row * a_columns;
   b += (size_t)first_row * b_columns;
-  mixed_row row = {taps,
-                   states + (size_t)step[STEP_STATE_READ] * values,
-                   states + (size_t)step[STEP_STATE_WRITTEN] * values,
-                   a_columns,
-                   b_columns,
-                   channels,
-                   token,
-                   TOKENS_OF(step, row_words),
-                   step[STEP_POSITION] != 0};
+  __global const float *before = states + (size_t)step[STEP_STATE_READ] * values;
+  __global float *behind = states + (size_t)step[STEP_STATE_WRITTEN] * values;
+  const int length = TOKENS_OF(step, row_words), known = step[STEP_POSITION] != 0;
   __global act_t *target = mixed + (size_t)(first_row + token) * channels;
   factors += (size_t)(first_row + token) * (2 * value_heads + 3 * key_heads);
-  if (unit < key_heads) {
-    mixed_member q = {a, b, q_split, 0};
-    mixed_member k = {a + k_before, b + COLUMNS_OF_B(key_rows, k_before), k_split, key_rows};
-    float8 q_squares = 0.0f, k_squares = 0.0f, products = 0.0f;
-    for (int i = lane * 8; i < key_dim; i += WG * 8) {
-      const int count = min(8, key_dim - i), at = unit * key_dim + i;
-      float8 query = convolved(row, q, at, count), key = convolved(row, k, at, count);
-      STORE_PART(store_act8, store_act, query, target, at, count)
-      STORE_PART(store_act8, store_act, key, target + key_rows, at, count)
-      q_squares = FMA(query, query, q_squares);
-      k_squares = FMA(key, key, k_squares);
-      products = FMA(query, key, products);
-    }
+  if (unit < key_heads + value_heads) {
+    // A head of q and the same of k, or one of v. One loop has both: a second copy of the convolution spills registers.
+    const int has_keys = unit < key_heads, head = has_keys ? unit : unit - key_heads;
+    const int dim = has_keys ? key_dim : value_dim, last = has_keys ? 1 : 2;
+    float8 query = 0.0f, q_squares = 0.0f, k_squares = 0.0f, products = 0.0f;
+    for (int i = lane * 8; i < dim; i += WG * 8) {
+      const int count = min(8, dim - i), at = head * dim + i;
+      for (int member = has_keys ? 0 : 2; member <= last; ++member) {
+        const int first = member * key_rows, channel = first + at;
+        const int leading = member == 0 ? 0 : member == 1 ? k_before : v_before;
+        const int split = member == 0 ? q_split : member == 1 ? k_split : v_split;
+        __global const act_t *a_first = a + leading, *b_first = b + COLUMNS_OF_B(first, leading);
+        float8 sum = 0.0f, input = 0.0f;
 #ifdef STATE_SPACE
-    const float query = 1.0f, key = 1.0f;
-#else
-    const float q_square = group_sum(sum8(q_squares), sums), k_square = group_sum(sum8(k_squares), sums);
-    const float query = 1.0f / sqrt((q_square + NORM_EPSILON) * key_dim), key = 1.0f / sqrt(k_square + NORM_EPSILON);
+        LOAD_PART(load_float8, load_float, taps + TAPS * channels, channel, count, bias)
+        sum = bias;
 #endif
-    const float product = group_sum(sum8(products), sums);
-    if (lane == 0) {
-      __global float *own = factors + 2 * value_heads + unit;
-      own[0] = query;
-      own[key_heads] = key;
-      own[2 * key_heads] = query * key * product;
+        for (int tap = 0; tap < TAPS; ++tap) {
+          const int from = token + tap - HISTORY;
+          input = 0.0f;
+          if (from >= 0) {
+            member_row inputs = {a_first + from * a_columns, b_first + from * b_columns, split};
+            input = load_member(inputs, at, count);
+          } else if (known) {
+            LOAD_PART(load_float8, load_float, before + (from + HISTORY) * channels, channel, count, held)
+            input = held;
+          }
+          LOAD_PART(load_float8, load_float, taps + tap * channels, channel, count, weight)
+          sum = FMA(input, weight, sum);
+        }
+        const int place = token - (length - HISTORY);
+        if (place >= 0 && place < HISTORY) {
+          STORE_PART(store_float8, store_float, input, behind + place * channels, channel, count)
+        }
+        // A pass shorter than the history keeps the newest inputs before it.
+        for (int kept = 0; token == 0 && kept < HISTORY - length; ++kept) {
+          float8 moved = 0.0f;
+          if (known) {
+            LOAD_PART(load_float8, load_float, before + (kept + length) * channels, channel, count, held)
+            moved = held;
+          }
+          STORE_PART(store_float8, store_float, moved, behind + kept * channels, channel, count)
+        }
+        float8 value = sum * sigmoid_8(sum);
+        STORE_PART(store_act8, store_act, value, target, channel, count)
+        if (member == 0) {
+          query = value;
+          q_squares = FMA(value, value, q_squares);
+        } else {
+          k_squares = FMA(value, value, k_squares);
+          products = FMA(query, value, products);
+        }
+      }
     }
-  } else if (unit < key_heads + value_heads) {
-    mixed_member v = {a + v_before, b + COLUMNS_OF_B(2 * key_rows, v_before), v_split, 2 * key_rows};
-    for (int i = lane * 8; i < value_dim; i += WG * 8) {
-      const int count = min(8, value_dim - i), at = (unit - key_heads) * value_dim + i;
-      float8 value = convolved(row, v, at, count);
-      STORE_PART(store_act8, store_act, value, target + 2 * key_rows, at, count)
+    if (has_keys) {
+#ifdef STATE_SPACE
+      const float q_factor = 1.0f, k_factor = 1.0f;
+#else
+      const float q_square = group_sum(sum8(q_squares), sums), k_square = group_sum(sum8(k_squares), sums);
+      const float q_factor = 1.0f / sqrt((q_square + NORM_EPSILON) * key_dim);
+      const float k_factor = 1.0f / sqrt(k_square + NORM_EPSILON);
+#endif
+      const float product = group_sum(sum8(products), sums);
+      if (lane == 0) {
+        __global float *own = factors + 2 * value_heads + unit;
+        own[0] = q_factor;
+        own[key_heads] = k_factor;
+        own[2 * key_heads] = q_factor * k_factor * product;
+      }
     }
   } else {
     a += (size_t)token * a_columns;

@@ -6,9 +6,125 @@
 // the output.
 // LANES work-items share a row, RUNS runs of 8 elements each, which stay in registers for BLOCK tokens. With -DTWO_ROWS a
 // work-item has two rows at once, so that the sums of one hide the latency of the other's.
+// With -DBY_COLUMN, for many tokens on a CPU, a work-item holds columns of STRIPE rows in memory, so that vectors are of
+// rows and no sum is within one. Sums have the order of the other form, and so the same bits.
 // S comes from one slot of the state, behind `matrix` others of its values, is zero at position 0, and goes to another slot.
 // Follows common.h, rounding.h and glue.h. Grid: LANES work-items for each `span` rows of a head; value heads, of which
 // GROUP share a key head; sequences.
+
+#ifdef BY_COLUMN
+
+#ifdef __AVX512F__
+typedef float16 stripe_t;
+#define STRIPE 16
+#else
+typedef float8 stripe_t;
+#define STRIPE 8
+#endif
+#define WIDTH ((RUNS + 1) / 2 * 16)
+#define UNROLL_8 _Pragma("unroll 8")
+#define ALIGNED __attribute__((aligned(sizeof(stripe_t))))
+
+// The columns' products with q (and with k: recalled) in four of the eight lanes that sum8 adds: every second one from
+// `lane` on. Each lane adds its even runs and its odd ones, then lanes add at a distance of four, and of two.
+static inline stripe_t half_products(const stripe_t *columns, const float *query, const float *key, int lane,
+                                     stripe_t *recalled) {
+  stripe_t seen[8], known[8];
+  UNROLL for (int part = 0; part < 8; ++part) seen[part] = known[part] = 0.0f;
+  for (int first = lane; first < WIDTH; first += 16) {
+    UNROLL for (int part = 0; part < 8; ++part) {
+      const int i = first + part * 2;
+      seen[part] = FMA(columns[i], (stripe_t)(query[i]), seen[part]);
+      known[part] = FMA(columns[i], (stripe_t)(key[i]), known[part]);
+    }
+  }
+  UNROLL for (int part = 0; part < 4; ++part) {
+    seen[part] += seen[part + 4];
+    known[part] += known[part + 4];
+  }
+  *recalled = (known[0] + known[2]) + (known[1] + known[3]);
+  return (seen[0] + seen[2]) + (seen[1] + seen[3]);
+}
+
+GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const float *factors, __global float *out,
+                                    __global const float *rates, __global float *states, __global const int *step,
+                                    int row_words, int values, int matrix, int value_heads, int value_dim, int span) {
+  const uint sequence = get_global_id(2);
+  step += sequence * row_words;
+  const int length = TOKENS_OF(step, row_words), known = step[STEP_POSITION] != 0, key_heads = (uint)value_heads / GROUP;
+  const int rows = value_heads * value_dim, channels = 2 * key_heads * KEY_DIM + rows;
+  const int factor_count = 2 * value_heads + 3 * key_heads;
+  mixed += (size_t)sequence * channels;
+  factors += (size_t)sequence * factor_count;
+  out += (size_t)sequence * rows;
+  __global const float *before = states + (size_t)step[STEP_STATE_READ] * values + matrix;
+  __global float *behind = states + (size_t)step[STEP_STATE_WRITTEN] * values + matrix;
+  const uint head = get_global_id(1), key_head = head / GROUP;
+  const int base = head * value_dim, stripes = (value_dim + STRIPE - 1) / STRIPE;
+  // Rows behind the last one, and columns behind the last one, stay zero.
+  stripe_t state[ROWS_PADDED / STRIPE * WIDTH];
+  float queries[BLOCK * WIDTH] ALIGNED, keys[BLOCK * WIDTH] ALIGNED, values_of_token[STRIPE] ALIGNED;
+  for (int i = 0; i < stripes * WIDTH; ++i)
+    state[i] = 0.0f;
+  for (int i = 0; i < BLOCK * WIDTH; ++i)
+    queries[i] = keys[i] = 0.0f;
+  for (int j = 0; j < STRIPE; ++j)
+    values_of_token[j] = 0.0f;
+  for (int row = 0; known && row < value_dim; ++row) {
+    float *column = (float *)(state + row / STRIPE * WIDTH) + row % STRIPE;
+    for (int i = 0; i < KEY_DIM; ++i)
+      column[i * STRIPE] = before[(base + row) * KEY_DIM + i];
+  }
+  for (int first = 0; first < length; first += BLOCK) {
+    const int count = min(BLOCK, length - first);
+    for (int token = 0; token < count; ++token) {
+      __global const act_t *q = mixed + (first + token) * channels + key_head * KEY_DIM, *k = q + key_heads * KEY_DIM;
+      for (int i = 0; i < KEY_DIM; i += 8) {
+        LOAD_PART(load_act8, load_act, q, i, KEY_DIM - i, query)
+        LOAD_PART(load_act8, load_act, k, i, KEY_DIM - i, key)
+        *(float8 *)(queries + token * WIDTH + i) = query;
+        *(float8 *)(keys + token * WIDTH + i) = key;
+      }
+    }
+    for (int stripe = 0; stripe < stripes; ++stripe) {
+      stripe_t *columns = state + stripe * WIDTH;
+      const int row = base + stripe * STRIPE, rows_of_stripe = min(STRIPE, value_dim - stripe * STRIPE);
+      for (int token = 0; token < count; ++token) {
+        const float *query = queries + token * WIDTH, *key = keys + token * WIDTH;
+        __global const act_t *v = mixed + (first + token) * channels + 2 * key_heads * KEY_DIM + row;
+        __global const float *own_factors = factors + (first + token) * factor_count + head;
+        __global const float *key_factors = factors + (first + token) * factor_count + 2 * value_heads + key_head;
+        __global float *target = out + (first + token) * rows + row;
+        const float decay = own_factors[0], beta = own_factors[value_heads];
+        const float query_factor = key_factors[0], key_factor = key_factors[key_heads];
+        for (int j = 0; j < rows_of_stripe; ++j)
+          values_of_token[j] = load_act(v, j);
+        const stripe_t value = *(const stripe_t *)values_of_token;
+        stripe_t recalled, others;
+        stripe_t seen = half_products(columns, query, key, 0, &recalled);
+        seen += half_products(columns, query, key, 1, &others);
+        recalled += others;
+#ifdef STATE_SPACE
+        const stripe_t error = beta * value, skipped = rates[2 * value_heads + head] * value;
+#else
+        const stripe_t error = beta * (value - decay * key_factor * recalled), skipped = 0.0f;
+#endif
+        const stripe_t written = error * key_factor;
+        UNROLL_8 for (int i = 0; i < WIDTH; ++i) columns[i] = FMA((stripe_t)(key[i]), written, columns[i] * decay);
+        const stripe_t result = decay * query_factor * seen + error * key_factors[2 * key_heads] + skipped;
+        for (int j = 0; j < rows_of_stripe; ++j)
+          target[j] = ((const float *)&result)[j];
+      }
+    }
+  }
+  for (int row = 0; row < value_dim; ++row) {
+    const float *column = (const float *)(state + row / STRIPE * WIDTH) + row % STRIPE;
+    for (int i = 0; i < KEY_DIM; ++i)
+      behind[(base + row) * KEY_DIM + i] = column[i * STRIPE];
+  }
+}
+
+#else
 
 #ifdef TWO_ROWS
 #define ROWS 2
@@ -150,3 +266,5 @@ GROUP_SIZE __kernel void delta_rule(__global const act_t *mixed, __global const 
     }
   }
 }
+
+#endif

@@ -16,7 +16,7 @@ GROUP_SIZE __kernel void gate_cutoff(__global const act_t *a, __global const act
     squares = FMA(value, value, squares);
   }
   // Each zero behind the last column has added the square of the mean.
-  int padding = (columns + 7) / 8 * 8 - columns;
+  int padding = -columns & 7;
   float variance = max(group_sum(sum8(squares), sums) - padding * mean * mean, 0.0f) / columns;
   if (lane == 0)
     cutoffs[token] = mean + deviations * sqrt(variance);

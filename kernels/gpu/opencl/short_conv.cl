@@ -30,33 +30,33 @@ GROUP_SIZE __kernel void short_conv(__global const act_t *a, __global const act_
       const int from = token + tap - HISTORY;
       input = 0.0f;
       if (from >= 0) {
-        __global const act_t *a_row = a + (size_t)from * a_columns, *b_row = b + (size_t)from * b_columns;
+        __global const act_t *a_row = a + from * a_columns, *b_row = b + from * b_columns;
         member_row gates = {a_row, b_row, b_split};
         member_row inputs = {a_row + b_split + c_split,
                              b_row + COLUMNS_OF_B(2 * columns, b_split + c_split), x_split};
         input = load_member(gates, i, count) * load_member(inputs, i, count);
       } else if (known) {
-        LOAD_PART(load_float8, load_float, before + (size_t)(from + HISTORY) * columns, i, count, held)
+        LOAD_PART(load_float8, load_float, before + (from + HISTORY) * columns, i, count, held)
         input = held;
       }
-      LOAD_PART(load_float8, load_float, taps + (size_t)tap * columns, i, count, weight)
+      LOAD_PART(load_float8, load_float, taps + tap * columns, i, count, weight)
       sum = FMA(input, weight, sum);
     }
     const int row = token - (length - HISTORY);
     if (row >= 0 && row < HISTORY) {
-      STORE_PART(store_float8, store_float, input, behind + (size_t)row * columns, i, count)
+      STORE_PART(store_float8, store_float, input, behind + row * columns, i, count)
     }
     // A pass shorter than the history keeps the newest inputs before it.
     for (int kept = 0; token == 0 && kept < HISTORY - length; ++kept) {
       float8 moved = 0.0f;
       if (known) {
-        LOAD_PART(load_float8, load_float, before + (size_t)(kept + length) * columns, i, count, held)
+        LOAD_PART(load_float8, load_float, before + (kept + length) * columns, i, count, held)
         moved = held;
       }
-      STORE_PART(store_float8, store_float, moved, behind + (size_t)kept * columns, i, count)
+      STORE_PART(store_float8, store_float, moved, behind + kept * columns, i, count)
     }
-    member_row outer = {a + (size_t)token * a_columns + b_split,
-                        b + (size_t)token * b_columns + COLUMNS_OF_B(columns, b_split), c_split};
+    member_row outer = {a + token * a_columns + b_split,
+                        b + token * b_columns + COLUMNS_OF_B(columns, b_split), c_split};
     float8 value = load_member(outer, i, count) * sum;
     STORE_PART(store_act8, store_act, value, target, i, count)
   }

@@ -35,7 +35,7 @@ static inline void route_row(__global const float *row, __global const float *ro
                              __local float *sums) {
   float factor = 1.0f / sqrt(row_product(row, row, hidden, sums) / hidden + epsilon);
   for (int j = 0; j < STREAMS; ++j) {
-    float rate = row_product(row, router + (size_t)j * hidden, hidden, sums) * factor;
+    float rate = row_product(row, router + j * hidden, hidden, sums) * factor;
     if (get_local_id(0) == 0)
       rates[j] = tanh_8((float8)(rate)).s0;
   }
@@ -58,7 +58,7 @@ static inline void add_to_streams(__global float *rows, member_row delta, __glob
     LOAD_PART(load_float8, load_float, post, i, count, scale)
     float8 added = load_member(delta, i, count) * factor * scale;
     for (int s = 1; s < STREAMS; ++s) {
-      __global float *target = rows + (size_t)s * hidden;
+      __global float *target = rows + s * hidden;
       LOAD_PART(load_float8, load_float, target, i, count, value)
       value += added;
       STORE_PART(store_float8, store_float, value, target, i, count)
@@ -84,14 +84,14 @@ GROUP_SIZE __kernel void predict_streams(__global float *streams, __global float
   for (int i = (int)get_local_id(0) * 8; i < hidden; i += WG * 8) {
     int count = min(8, hidden - i);
     for (int s = 0; s < STREAMS; ++s) {
-      LOAD_PART(load_float8, load_float, rows + (size_t)s * hidden, i, count, value)
+      LOAD_PART(load_float8, load_float, rows + s * hidden, i, count, value)
       own[s] = value;
     }
     for (int j = 0; j < STREAMS; ++j) {
       float8 sum = own[j];
       for (int s = 0; s < STREAMS; ++s)
         sum = FMA((float8)(mixed[j * STREAMS + s]), own[s], sum);
-      STORE_PART(store_float8, store_float, sum, rows + (size_t)j * hidden, i, count)
+      STORE_PART(store_float8, store_float, sum, rows + j * hidden, i, count)
       if (j == 0) {
         STORE_PART(store_float8, store_float, sum, residual + token * hidden, i, count)
       }
@@ -124,7 +124,7 @@ GROUP_SIZE __kernel void correct_streams(__global float *streams, __global float
     LOAD_PART(load_float8, load_float, rows, i, count, predicted)
     float8 change = computed - predicted;
     for (int j = 0; j < STREAMS; ++j) {
-      __global float *target = rows + (size_t)j * hidden;
+      __global float *target = rows + j * hidden;
       LOAD_PART(load_float8, load_float, target, i, count, value)
       value = FMA((float8)(1.0f + mixed[j]), change, value);
       STORE_PART(store_float8, store_float, value, target, i, count)
@@ -151,7 +151,7 @@ GROUP_SIZE __kernel void read_stream(__global float *streams, __global act_t *ou
   }
   for (int i = (int)get_local_id(0) * 8; i < hidden; i += WG * 8) {
     int count = min(8, hidden - i);
-    LOAD_PART(load_float8, load_float, rows + (size_t)stream * hidden, i, count, value)
+    LOAD_PART(load_float8, load_float, rows + stream * hidden, i, count, value)
     STORE_PART(store_act8, store_act, value, out + token * hidden, i, count)
   }
 }
@@ -167,7 +167,7 @@ GROUP_SIZE __kernel void fit_stream(__global float *streams, __global float *res
   member_row fitted = {own, own, 0};
 #ifdef OPENS
   __global const float *first = row;
-  __global float *target = rows + (size_t)stream * hidden;
+  __global float *target = rows + stream * hidden;
 #else
   __global const float *first = rows;
   __global float *target = row;

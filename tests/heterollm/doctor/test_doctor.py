@@ -87,6 +87,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         "gated activation",
         "gate cutoff",
         "streams",
+        "laurel",
         "short convolution",
         "gated delta net",
         "state space",

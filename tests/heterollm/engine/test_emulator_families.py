@@ -1,4 +1,8 @@
-"""The remaining families on the HTP emulator of Qualcomm, by the gates of float16."""
+"""The remaining families on the HTP emulator of Qualcomm, by the gates of float16.
+
+Of each kind of layers there is one: plain ones, those with recurrent state, of several shapes, with experts,
+with state spaces, and with latent attention.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +14,7 @@ from gates import LOGITS_SQNR_DB, LOGITS_WORST_DROP_DB
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu import qnn_available
 from heterollm.llm import LLM
+from tests.heterollm.conftest import FAMILIES
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 pytestmark = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -31,9 +36,17 @@ PROMPT, STEPS = 40, 3
         pytest.param("qwen3", "layer", marks=pytest.mark.slow),
         pytest.param("gemma2", "npu", marks=pytest.mark.slow),
         pytest.param("smollm3", "layer", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, "layer", marks=pytest.mark.slow)
+            for name in ("gemma", "lfm2", "gemma4_text", "gemma3n_text", "olmo2", "glm4_moe")
+        ),
+        *(
+            pytest.param(name, "layer", marks=pytest.mark.slow)
+            for name in ("qwen3_5_text", "nemotron_h", "falcon_h1", "deepseek_v2")
+        ),
     ],
 )
-def test_logits_of_two_layers(
+def test_logits_of_a_few_layers(
     family: str,
     level: str,
     checkpoint: Callable[..., Path],
@@ -41,7 +54,8 @@ def test_logits_of_two_layers(
     token_ids: Callable[[int], list[int]],
     record_property: Callable[[str, object], None],
 ) -> None:
-    folder = checkpoint(family, vocab_size=512, num_hidden_layers=2)
+    listed = {"layer_types", "layers_block_type"} & FAMILIES[family].keys()
+    folder = checkpoint(family, vocab_size=512, **({} if listed else {"num_hidden_layers": 2}))
     ids = [token % 512 for token in token_ids(PROMPT + STEPS)]
     with LLM.load(folder, device="emulator", plan=level, context=256) as llm:
         session = llm.session()

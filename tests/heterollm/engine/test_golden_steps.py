@@ -35,7 +35,7 @@ from heterollm.solver import (
 )
 from heterollm.solver.placements import FfnPlacement, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
-from tests.heterollm.conftest import FAMILIES
+from tests.heterollm.conftest import FAMILIES, config_of
 
 FILE = Path(__file__).resolve().parents[2] / "golden" / "steps.json"
 ASKED = os.environ.get("HETEROLLM_GOLDEN", "")
@@ -56,16 +56,6 @@ PLANS: dict[str, tuple[Precision, tuple[str, ...]]] = {
     "w8a8": ("w8a8", ("npu", "tensor")),
 }
 QUICK = {"w4a16": ("gpu", "tensor", "block"), "w4a8": ("tensor",), "w8a8": ("npu",)}
-
-
-def config_of(family: str) -> ModelConfig:
-    from transformers import AutoConfig
-
-    fields = {"num_hidden_layers": 2, "max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 0}
-    own = AutoConfig.for_model(
-        family.partition(" ")[0], **{**fields, "rms_norm_eps": 1e-5, **FAMILIES[family]}
-    )
-    return ModelConfig.from_dict(json.loads(own.to_json_string()))
 
 
 def plan_of(level: str, specs: tuple[OpSpec, ...], precision: Precision, experts: bool) -> Plan:

@@ -9,13 +9,16 @@ from gates import LOGITS_SQNR_DB
 
 from heterollm.base import CheckpointError, HeteroLLMError, OptionError
 from heterollm.engine.slot_check import CHECK_VARIABLE
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
-from heterollm.model import ModelConfig
+from heterollm.model import ModelConfig, op_specs, shape_of_specs
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.tensor_file import TensorFile
 from heterollm.planning.techniques.sparse_attention import assumed_heads
+from heterollm.profiler.measure import layer_tasks
 from heterollm.solver import AttentionRequest, Plan
+from tests.heterollm.conftest import config_of
 
 KINDS = ("gemma4_text", "gemma4_unified_text")
 
@@ -125,3 +128,15 @@ def test_what_cannot_be_computed_is_refused(
         del values["per_layer_config"]
     with pytest.raises(HeteroLLMError, match=message):
         ModelConfig.from_dict(values)
+
+
+def test_profiles_have_times_of_what_lies_between_linears() -> None:
+    """Of Gemma 3n: mixing of streams, the branch beside attention, cutoffs of gates."""
+    config = config_of("gemma3n_text")
+    specs = op_specs(config, "w4a16", 32, True)
+    before = {name for spec in specs if spec.layer >= 0 for name in spec.before}
+    assert {"stream_mixing", "laurel", "gate_cutoff"} < before
+    assert [spec.group for spec in specs if "laurel" in spec.before] == ["qkv"] * config.layers
+    shape = shape_of_specs(config, specs, "tiny")
+    tasks = layer_tasks(open_device("sim:snapdragon-8gen3"), [shape], quick=True)
+    assert before <= {key.operator for task in tasks for key in task.keys}

@@ -133,6 +133,9 @@ SLOW = (
     *((name, "layer") for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "granitemoe")),
 )
 PROMPT, STEPS = 70, 5
+# By default one of each kind of layers: plain, recurrent, of several shapes, without norms before blocks,
+# with experts, with state spaces, latent.
+GREEDY = ("gemma", "qwen3_5_text", "gemma4", "olmo2", "gpt_oss", "nemotron_h", "deepseek_v3")
 
 
 def within_gates(actual: np.ndarray, expected: np.ndarray) -> bool:
@@ -198,6 +201,25 @@ def test_logits_beyond_the_window(
     record_property("sqnr_db", float(sqnr_db(whole, expected)))
     assert within_gates(whole, expected)
     assert within_gates(all_logits(llm, ids, (33, 1, 30)), expected)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in GREEDY else pytest.mark.slow) for name in MODELS]
+)
+def test_a_greedy_answer_is_that_of_transformers(
+    name: str,
+    checkpoint: Callable[..., Path],
+    host_llm: Callable[..., LLM],
+    reference: Reference,
+    token_ids: Callable[[int], list[int]],
+) -> None:
+    """64 tokens, each of which must be the likeliest after those before it; windows end within them."""
+    family, overrides = MODELS[name]
+    folder, ids = checkpoint(family, **overrides), token_ids(13)
+    llm = host_llm(folder, plan="layer", context=128)
+    answer = llm.generate(ids, max_new_tokens=64, temperature=0.0, ignore_eos=True).token_ids
+    expected = reference(llm, folder, [*ids, *answer])[len(ids) - 1 : -1]
+    assert answer == tuple(expected.argmax(axis=1).tolist())
 
 
 @pytest.mark.parametrize(

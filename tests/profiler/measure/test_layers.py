@@ -32,7 +32,7 @@ def small_caches(device, monkeypatch):
 
 OF_OTHER_LAYERS = {
     *("short_conv", "delta_convolution", "delta_rule", "gated_norm", "output_gate", "inner_norm"),
-    *("state_convolution", "selective_scan", "gate_cutoff", "stream_mixing"),
+    *("state_convolution", "selective_scan", "gate_cutoff", "stream_mixing", "laurel"),
     *("absorbed_queries", "turned_queries", "expanded_values", "latent_norm"),
 }
 """Operators that this model lacks."""
