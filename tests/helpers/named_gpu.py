@@ -36,7 +36,7 @@ class SeparateMemory(SharedArray):
         if self._mapped is None:
             self._mapped = self.array.reshape(-1).view(np.uint8)[:size_bytes]
             # In the queue of the maps: only fences order it behind the kernels that write.
-            cl.enqueue_copy(self._map_queue or self._queue, self._mapped, self.buffer, is_blocking=True)
+            cl.enqueue_copy(self._map_queue or self._queue, self._mapped, self.buffer)
             self.transfers += 1
 
     def acquire_to_read(self, size_bytes: int | None = None) -> None:
@@ -46,7 +46,7 @@ class SeparateMemory(SharedArray):
     def release(self) -> None:
         if self._mapped is not None:
             if not self.reading:
-                cl.enqueue_copy(self._queue, self.buffer, self._mapped, is_blocking=True)
+                cl.enqueue_copy(self._queue, self.buffer, self._mapped)
             self._mapped = None
             self.reading = False
             self._spoil()
