@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -55,7 +56,7 @@ def rows(
     return tuple(Field(name, effect, text, source, neutral, only) for name, text in meanings.items())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FieldTable:
     """The fields of one format.
 
@@ -74,8 +75,11 @@ class FieldTable:
             name: Name as in the file, with a dot before a field of a section.
             kind: Model type or architecture of the file.
         """
-        known = (one for one in self.fields if not one.only or kind in one.only)
-        return next((one for one in known if fnmatchcase(name, one.name.replace("{arch}", kind))), None)
+        exact, patterns = _index(self, kind)
+        place, row = exact.get(name, (len(self.fields), None))
+        return next(
+            (one for before, pattern, one in patterns if before < place and fnmatchcase(name, pattern)), row
+        )
 
     def read(self, values: Mapping[str, Any], kind: str = "") -> dict[str, Any]:
         """Return a file's fields without those that the table does not read.
@@ -132,6 +136,24 @@ class FieldTable:
                 yield from self._leaves(value, kind, f"{name}.")
             else:
                 yield name, value
+
+
+@functools.lru_cache(maxsize=32)
+def _index(
+    table: FieldTable, kind: str
+) -> tuple[dict[str, tuple[int, Field]], tuple[tuple[int, str, Field], ...]]:
+    """Return the rows of a kind of file with their places: those of one name by it, and those of patterns."""
+    exact: dict[str, tuple[int, Field]] = {}
+    patterns = []
+    for place, row in enumerate(table.fields):
+        if row.only and kind not in row.only:
+            continue
+        name = row.name.replace("{arch}", kind)
+        if any(sign in name for sign in "*?["):
+            patterns.append((place, name, row))
+        else:
+            exact.setdefault(name, (place, row))
+    return exact, tuple(patterns)
 
 
 def _among(value: object, neutral: tuple[object, ...]) -> bool:
