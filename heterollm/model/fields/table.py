@@ -6,11 +6,14 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from heterollm.base import UnsupportedModelError
 
 Effect = Literal["read", "none", "refused"]
+
+ARCHITECTURE: Final = "{arch}"
+"""The architecture of a file, at the begin of a field's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,15 @@ class FieldTable:
             name: Name as in the file, with a dot before a field of a section.
             kind: Model type or architecture of the file.
         """
-        exact, patterns = _index(self, kind)
-        place, row = exact.get(name, (len(self.fields), None))
-        return next(
-            (one for before, pattern, one in patterns if before < place and fnmatchcase(name, pattern)), row
-        )
+        named, of_kind, patterns = _index(self)
+        places = {*named.get(name, ())}
+        if name.startswith(kind):
+            places.update(of_kind.get(name[len(kind) :], ()))
+        for place in patterns:
+            if fnmatchcase(name, self.fields[place].name.replace(ARCHITECTURE, kind)):
+                places.add(place)
+        known = (self.fields[place] for place in sorted(places))
+        return next((one for one in known if not one.only or kind in one.only), None)
 
     def read(self, values: Mapping[str, Any], kind: str = "") -> dict[str, Any]:
         """Return a file's fields without those that the table does not read.
@@ -138,22 +145,20 @@ class FieldTable:
                 yield name, value
 
 
-@functools.lru_cache(maxsize=32)
-def _index(
-    table: FieldTable, kind: str
-) -> tuple[dict[str, tuple[int, Field]], tuple[tuple[int, str, Field], ...]]:
-    """Return the rows of a kind of file with their places: those of one name by it, and those of patterns."""
-    exact: dict[str, tuple[int, Field]] = {}
+@functools.cache
+def _index(table: FieldTable) -> tuple[dict[str, list[int]], dict[str, list[int]], list[int]]:
+    """Return the places of a table's rows: of whole names, of names behind that of the kind, of patterns."""
+    named: dict[str, list[int]] = {}
+    of_kind: dict[str, list[int]] = {}
     patterns = []
     for place, row in enumerate(table.fields):
-        if row.only and kind not in row.only:
-            continue
-        name = row.name.replace("{arch}", kind)
-        if any(sign in name for sign in "*?["):
-            patterns.append((place, name, row))
+        if "*" in row.name:
+            patterns.append(place)
+        elif row.name.startswith(ARCHITECTURE):
+            of_kind.setdefault(row.name.removeprefix(ARCHITECTURE), []).append(place)
         else:
-            exact.setdefault(name, (place, row))
-    return exact, tuple(patterns)
+            named.setdefault(row.name, []).append(place)
+    return named, of_kind, patterns
 
 
 def _among(value: object, neutral: tuple[object, ...]) -> bool:
