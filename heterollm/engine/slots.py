@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -14,7 +15,7 @@ from heterollm.engine.sparse.slots import SparseSlots
 from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
 from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, ExpertLists, ExpertShape, code_bytes
 from heterollm.kernels.npu import INTEGER_FORMS
-from heterollm.kernels.ops import OpSpec, ffn_specs
+from heterollm.kernels.ops import OpSpec, Routing, ffn_specs
 from heterollm.model import (
     AttentionBlock,
     DeltaNetBlock,
@@ -201,15 +202,21 @@ def _expert_sizes(spec: OpSpec, tokens: int, item_bytes: int) -> dict[str, int]:
         EXPERT_ACTIVATED: shape.pairs * width * item_bytes,
         EXPERT_OUTPUT: tokens * hidden * item_bytes,
     }
-    # Fewer tokens may have more steps of rows, as each is shorter.
-    for count in range(1, tokens + 1):
-        for name, size in ExpertLists.sizes(ExpertShape(spec.experts, count)).items():
-            sizes[EXPERT_LISTS[name]] = max(size, sizes.get(EXPERT_LISTS[name], 0))
+    sizes |= {EXPERT_LISTS[name]: size for name, size in _list_sizes(spec.experts, tokens).items()}
     if spec.integer_inputs:
         for slot, own in ((EXPERT_ROWS, spec), (EXPERT_ACTIVATED, spec.then)):
             codes, blocks = code_bytes(shape.pairs, own.columns, own.weight.block)
             sizes |= {f"{slot}_codes": codes, f"{slot}_blocks": blocks}
     return sizes
+
+
+@functools.lru_cache(maxsize=64)
+def _list_sizes(routing: Routing, tokens: int) -> dict[str, int]:
+    """Return the sizes of the lists that serve every pass of at most so many tokens."""
+    # Fewer tokens may have more steps of rows, as each is shorter.
+    shapes = (ExpertShape(routing, count) for count in range(1, tokens + 1))
+    sizes = ExpertLists.sizes(ExpertShape(routing, tokens))
+    return sizes | {"places": max(ExpertLists.sizes(shape)["places"] for shape in shapes)}
 
 
 def _npu_code_sizes(specs: Sequence[OpSpec], plan: Plan) -> Iterator[tuple[str, int]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
 
 from heterollm.kernels.sim import SimulatedSpan
 from heterollm.model import LAYER_GROUPS
@@ -28,8 +28,6 @@ LABEL: Final = re.compile(r"(?:\d+\.)?([a-z_ ]+?)(?: of layer .*| \d.*| tokens .
 
 ATTENTION: Final = ("rope", "attention", "score", "selection", "sparse attention")
 """Beginnings of the names of attention's kernels and graphs."""
-
-BEGIN: Final = itemgetter(0)
 
 HOST_USES: Final[dict[str, TimeUse]] = {"map": "maps", "unmap": "maps", "submit": "submission"}
 
@@ -77,19 +75,22 @@ def time_account(spans: Sequence[SimulatedSpan]) -> tuple[OperatorUse, ...]:
     last_us = max((piece.end_us for piece in host), default=0.0)
     edges = {edge for piece in (*gpu, *npu, *host) for edge in piece[:2]}
     marks = sorted(edge for edge in edges if first_us <= edge <= last_us)
+    lengths_us = [end_us - begin_us for begin_us, end_us in itertools.pairwise(marks)]
+    middles_us = [(begin_us + end_us) / 2 for begin_us, end_us in itertools.pairwise(marks)]
     found: dict[str, OperatorUse] = {}
     operator = "other"
-    for begin_us, end_us in itertools.pairwise(marks):
-        middle_us = (begin_us + end_us) / 2
-        on_gpu, on_npu, on_host = (_at(track, middle_us) for track in (gpu, npu, host))
-        piece = on_npu or on_gpu or min((*_after(gpu, middle_us), *_after(npu, middle_us)), default=None)
+    tracks = (_walk(track, middles_us) for track in (gpu, npu, host))
+    for length_us, (on_gpu, next_gpu), (on_npu, next_npu), (on_host, _) in zip(
+        lengths_us, *tracks, strict=True
+    ):
+        piece = on_npu or on_gpu or min(filter(None, (next_gpu, next_npu)), default=None)
         operator = operator if piece is None else _operator(piece.label)
         use: TimeUse = "waits"
         if on_gpu is not None:
             use = "both" if on_npu is not None and on_npu.use == "npu" else "gpu"
         elif (other := on_npu or on_host) is not None:
             use = other.use
-        found.setdefault(operator, OperatorUse(operator)).used_us[use] += end_us - begin_us
+        found.setdefault(operator, OperatorUse(operator)).used_us[use] += length_us
     return tuple(sorted(found.values(), key=lambda one: -one.total_us))
 
 
@@ -107,15 +108,16 @@ def _pieces(span: SimulatedSpan) -> Iterator[_Piece]:
             yield _Piece(begin_us, end_us, span.name, part)
 
 
-def _at(track: Sequence[_Piece], moment_us: float) -> _Piece | None:
-    place = bisect.bisect_right(track, moment_us, key=BEGIN) - 1
-    return track[place] if place >= 0 and moment_us < track[place].end_us else None
-
-
-def _after(track: Sequence[_Piece], moment_us: float) -> Sequence[_Piece]:
-    """Return the next piece of a track, if there is one."""
-    place = bisect.bisect_left(track, moment_us, key=BEGIN)
-    return track[place : place + 1]
+def _walk(
+    track: Sequence[_Piece], moments_us: Sequence[float]
+) -> Iterator[tuple[_Piece | None, _Piece | None]]:
+    """Yield the piece of a track at each moment, one after the other in time, and the next one."""
+    begins_us = [piece.begin_us for piece in track]
+    after = (*track, None)
+    places = np.searchsorted(begins_us, moments_us, side="right").tolist()
+    for moment_us, place in zip(moments_us, places, strict=True):
+        last = track[place - 1] if place else None
+        yield last if last is not None and moment_us < last.end_us else None, after[place]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from heterollm.base import UnsupportedModelError
 
 Effect = Literal["read", "none", "refused"]
+
+ARCHITECTURE: Final = "{arch}"
+"""The architecture of a file, at the begin of a field's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ def rows(
     return tuple(Field(name, effect, text, source, neutral, only) for name, text in meanings.items())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FieldTable:
     """The fields of one format.
 
@@ -74,8 +78,15 @@ class FieldTable:
             name: Name as in the file, with a dot before a field of a section.
             kind: Model type or architecture of the file.
         """
-        known = (one for one in self.fields if not one.only or kind in one.only)
-        return next((one for one in known if fnmatchcase(name, one.name.replace("{arch}", kind))), None)
+        named, of_kind, patterns = _index(self)
+        places = {*named.get(name, ())}
+        if name.startswith(kind):
+            places.update(of_kind.get(name[len(kind) :], ()))
+        for place in patterns:
+            if fnmatchcase(name, self.fields[place].name.replace(ARCHITECTURE, kind)):
+                places.add(place)
+        known = (self.fields[place] for place in sorted(places))
+        return next((one for one in known if not one.only or kind in one.only), None)
 
     def read(self, values: Mapping[str, Any], kind: str = "") -> dict[str, Any]:
         """Return a file's fields without those that the table does not read.
@@ -132,6 +143,22 @@ class FieldTable:
                 yield from self._leaves(value, kind, f"{name}.")
             else:
                 yield name, value
+
+
+@functools.cache
+def _index(table: FieldTable) -> tuple[dict[str, list[int]], dict[str, list[int]], list[int]]:
+    """Return the places of a table's rows: of whole names, of names behind that of the kind, of patterns."""
+    named: dict[str, list[int]] = {}
+    of_kind: dict[str, list[int]] = {}
+    patterns = []
+    for place, row in enumerate(table.fields):
+        if "*" in row.name:
+            patterns.append(place)
+        elif row.name.startswith(ARCHITECTURE):
+            of_kind.setdefault(row.name.removeprefix(ARCHITECTURE), []).append(place)
+        else:
+            named.setdefault(row.name, []).append(place)
+    return named, of_kind, patterns
 
 
 def _among(value: object, neutral: tuple[object, ...]) -> bool:

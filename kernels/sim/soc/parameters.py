@@ -117,8 +117,7 @@ def parse_soc(text: str, where: str, overrides: Mapping[str, float] | None = Non
     Raises:
         OptionError: The text is not sound.
     """
-    advice = f"See {_template_path()}."
-    file: Any = decode(_tree(text, where), soc_file(), source=where, error=OptionError, fix=advice)
+    file = _file(text, where)
     base = None if file.based_on is UNSET else load_soc(file.based_on)
     values = {} if base is None else base.values()
     sources = {} if base is None else dict(base.sources)
@@ -199,6 +198,13 @@ DECIMAL_TAG: Final = "!decimal"
 _StrictLoader.add_implicit_resolver(DECIMAL_TAG, NUMBER, None)
 _StrictLoader.add_constructor(DECIMAL_TAG, _decimal)
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+@functools.lru_cache(maxsize=8)
+def _file(text: str, where: str) -> Any:  # noqa: ANN401 - a record that soc_file() made
+    """Return a file as a record; each use of a SoC parses it and those that it is based on."""
+    advice = f"See {_template_path()}."
+    return decode(_tree(text, where), soc_file(), source=where, error=OptionError, fix=advice)
 
 
 def _tree(text: str, where: str) -> dict[str, Any]:

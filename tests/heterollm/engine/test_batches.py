@@ -44,7 +44,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "lfm3": {},
 }
-SLOW = ("lfm3", "bitnet", "gpt_neox", "gemma3n_text", "gemma4_text", "gpt_oss", "gemma3_text", "lfm2_moe")
+# The others have each kind of block, precision and cache.
+SLOW = (
+    *("lfm3", "bitnet", "gpt_neox", "gemma3n_text", "gemma4_text", "gpt_oss", "gemma3_text", "lfm2_moe"),
+    *("qwen3_next", "glm4_moe_lite", "granitemoehybrid with state spaces"),
+)
 
 Load = Callable[..., LLM]
 

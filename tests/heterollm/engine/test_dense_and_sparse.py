@@ -69,9 +69,15 @@ def with_experts(plan: Plan, layers: tuple[int, ...]) -> Plan:
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        *(("listed", {}), ("stepped", {"precision": "fp16"}), ("listed", {"precision": "w4a8"})),
-        *(("gated", {}), ("gated", {"precision": "w4a8"}), ("biased", {})),
-        *(("normed", {}), ("normed", {"precision": "w4a8"})),
+        *(
+            ("listed", {}),
+            ("stepped", {"precision": "fp16"}),
+            ("gated", {}),
+            ("gated", {"precision": "w4a8"}),
+        ),
+        *(("biased", {}), ("normed", {})),
+        pytest.param("listed", {"precision": "w4a8"}, marks=pytest.mark.slow),
+        pytest.param("normed", {"precision": "w4a8"}, marks=pytest.mark.slow),
         pytest.param("stepped", {}, marks=pytest.mark.slow),
         pytest.param("listed", {"precision": "fp16"}, marks=pytest.mark.slow),
         pytest.param("stepped", {"precision": "w4a8"}, marks=pytest.mark.slow),

@@ -58,7 +58,10 @@ SPACES = KNOWN_MODELS["granite-4.0-h-micro"].config
         (NET, {"delta_in", "delta_out"}),
         (SPACES, {"mamba_in", "mamba_out"}),
         (KNOWN_MODELS["deepseek-v2-lite"].config, {"latent_in", "latent_out"}),
-        (KNOWN_MODELS["nemotron-3-nano-30b-a3b"].config, {"mamba_in", "mamba_out"}),
+        pytest.param(
+            *(KNOWN_MODELS["nemotron-3-nano-30b-a3b"].config, {"mamba_in", "mamba_out"}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_passes_take_as_long_as_predicted(

@@ -100,7 +100,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # As the automaton, it takes all of the time that it may.
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind == "alternating terminals"))
+        for kind in REFUSED
+    ],
+)
 def test_a_grammar_beyond_the_bounds_is_refused_by_name(tokens, kind):
     options, part = REFUSED[kind]
     with pytest.raises(InputError, match=part):

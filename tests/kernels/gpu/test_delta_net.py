@@ -39,7 +39,11 @@ ODD_SPACE = dataclasses.replace(ODD, recalls=False)
 PUBLISHED = DeltaShape(key_heads=2, value_heads=4, key_dim=128, value_dim=128, taps=4)
 
 
-@pytest.mark.parametrize(("style", "dtype"), PAIRS)
+# The type changes loads and stores alone: the style of GPUs has it here, that of processors in other tests.
+@pytest.mark.parametrize(
+    ("style", "dtype"),
+    [PAIRS[0], pytest.param("vector", np.float16, marks=pytest.mark.slow), *PAIRS[2:]],
+)
 def test_a_delta_net_at_odd_sizes(cases, check, style, dtype):
     made = cases(style, dtype, 1)
     for case in (

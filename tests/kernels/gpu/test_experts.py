@@ -557,7 +557,7 @@ FORMATS = {
     "f16": (WeightFormat(16), False),
     "f32": (WeightFormat(32), False),
 }
-HALVES = [("vector", "w4a16"), ("vector", "f16")]
+HALVES = [("vector", "f16")]
 
 
 @pytest.mark.parametrize(
