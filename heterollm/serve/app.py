@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -178,12 +179,14 @@ class Server:
         await asyncio.to_thread(self._prefix_files.close)
 
     async def _return_memory(self) -> None:
-        """Return freed memory when requests have ended: the heaps of threads keep 100 MiB or more."""
+        """Free the memory of ended requests, of which cycles and heaps of threads keep 100 MiB or more."""
         returned = self._answered
         while True:
             await asyncio.sleep(REST_S)
             if returned != self._answered and not self.busy:
                 returned = self._answered
+                # Errors hold their requests in cycles, of which nothing else may remind Python for long.
+                await asyncio.to_thread(gc.collect)
                 await asyncio.to_thread(return_freed_memory)
 
     @property
