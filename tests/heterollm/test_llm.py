@@ -400,7 +400,7 @@ def test_a_failed_load_ends_its_thread(bundled_model: Path) -> None:
     assert threading.active_count() <= before
 
 
-@pytest.mark.parametrize("place", ["heterollm.llm.Checkpoint", "heterollm.loading.load_weights"])
+@pytest.mark.parametrize("place", ["heterollm.loading.Checkpoint", "heterollm.loading.load_weights"])
 def test_memory_that_runs_out_while_loading_is_named(
     bundled_model: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:

@@ -97,7 +97,7 @@ class Events(list[Any]):
         self.name, self.order = name, order
         self.ended = threading.Event()
 
-    def put(self, event: Any, /) -> None:
+    def put(self, event: Any, /, *, urgent: bool = True) -> None:
         self.append(event)
         self.order.append(self.name)
         if not isinstance(event, StepOf):
