@@ -41,7 +41,7 @@ def prepare(folder: Path) -> Path:
     """Install Python, PoCL and heterollm for aarch64, and return a program that runs that Python."""
     site, root = folder / "site", folder / "root"
     unpack(folder, "amd64", folder / "host", ["qemu-user"])
-    unpack(folder, "arm64", root, ["python3", "pocl-opencl-icd"])
+    unpack(folder, "arm64", root, ["python3", "pocl-opencl-icd", "binutils"])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     # pip reads markers as of this machine: none excludes what a board needs.
     needed = [requirement.partition(";")[0].strip() for requirement in project["dependencies"]]
@@ -59,9 +59,13 @@ def prepare(folder: Path) -> Path:
     libraries = root / "usr/lib"
     # By their own paths: QEMU does not map a library's questions for files beside it.
     loader = [libraries / "ld-linux-aarch64.so.1", "--library-path", libraries / "aarch64-linux-gnu"]
-    emulated = [folder / "host/usr/bin/qemu-aarch64", "-L", root, *loader, root / f"usr/bin/python{PYTHON}"]
-    program.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, emulated))} "$@"\n')
-    program.chmod(0o755)
+    emulator = [folder / "host/usr/bin/qemu-aarch64", "-L", root, *loader]
+    linker = folder / "bin" / "ld"
+    linker.parent.mkdir(exist_ok=True)
+    for path, file in ((program, f"python{PYTHON}"), (linker, "aarch64-linux-gnu-ld.bfd")):
+        words = map(str, [*emulator, root / "usr/bin" / file])
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        path.chmod(0o755)
     # Children of the emulated program are programs of this machine.
     (site / "sitecustomize.py").write_text(f"import sys\nsys.executable = {str(program)!r}\n")
     return program
@@ -70,6 +74,7 @@ def prepare(folder: Path) -> Path:
 def report(folder: Path, program: Path) -> Iterator[str]:
     """Run the commands, and yield them with what they print and their exit codes."""
     environment = os.environ | {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",  # PoCL calls the linker
         "PYTHONPATH": str(folder / "site"),
         "PYTHONHOME": str(folder / "root/usr"),
         "OCL_ICD_VENDORS": str(folder / "root/etc/OpenCL/vendors"),
