@@ -469,15 +469,6 @@ def _together(title: str, **asked: object) -> list[str]:
     return [title, *(f"{rate:.1f}" for rate in rates), f"{gain:.2f}"]
 
 
-@table("server", "requests together", f"engine and plan, measured on 2 cores | {TOGETHER}")
-def together() -> Lines:
-    """Yield the tokens a second of answers that share passes, beside llama.cpp's."""
-    rows = [row for row in rows_of("shared_passes") if "engine" in row]
-    for engine, plan in values_of(rows, "engine", "plan"):
-        title = f"`{plan}`" if engine == "heterollm" else f"{engine}, beside `{plan}`"
-        yield _together(title, engine=engine, plan=plan)
-
-
 @table("server", "requests together, simulated", f"plan, simulated | {TOGETHER}")
 def together_simulated() -> Lines:
     """Yield the tokens a second of passes of Llama-3-8B on a simulated phone."""
