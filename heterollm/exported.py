@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
@@ -20,12 +21,12 @@ from heterollm.base import (
     EXPORTED,
     Count,
     ExportError,
-    FileIndex,
     Positive,
     Progress,
     atomic_path,
     decode,
     decode_json,
+    file_digests,
     is_plain_name,
     parse_json,
     read_file,
@@ -42,7 +43,6 @@ FOLDER_VERSION: Final = 1
 
 PLAN, TUNING, CALIBRATION = "plan.json", "tuning.json", "calibration.json"
 WEIGHTS, GRAPHS = "weights", "graphs"
-PIECE_BYTES: Final = 16 * 1024 * 1024
 
 FORMATS: Final = ("precision", "group_size", "symmetric", "scales")
 FIXED: Final = (*FORMATS, "plan", "request", "calibration", "length_policy", "lora", "profile")
@@ -191,7 +191,7 @@ class ExportedFolder:
                 raise self._error(f"{path} is missing: {error.strerror}.") from error
             if size_bytes != one.size_bytes:
                 raise self._error(f"{path} has {size_bytes} bytes instead of {one.size_bytes}.")
-        found = file_digests([self.folder / one.path for one in files], report)
+        found = exported_digests([self.folder / one.path for one in files], report)
         for one in files:
             if found[self.folder / one.path] != one.sha256:
                 raise self._error(f"{self.folder / one.path} is damaged: its content has another hash.")
@@ -312,34 +312,13 @@ def stated_option(name: str, value: Any) -> Any:  # noqa: ANN401 - any option
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def file_digests(paths: Sequence[Path], report: Progress) -> dict[Path, str]:
-    """Return the SHA-256 of files; the cache knows that of an unchanged one.
-
-    Args:
-        paths: The files.
-        report: Called with a stage's name, the bytes read and the total.
+def exported_digests(paths: Sequence[Path], report: Progress) -> dict[Path, str]:
+    """Return the SHA-256 of files, and report the bytes read as a stage.
 
     Raises:
         ExportError: A file cannot be read.
     """
-    index = FileIndex("digests")
-    known = index.get_all(paths)
-    left = [path for path in paths if path not in known]
-    total_bytes, done_bytes = sum(path.stat().st_size for path in left), 0
-    new = {}
-    for path in left:
-        digest = hashlib.sha256()
-        try:
-            with path.open("rb") as file:
-                while piece := file.read(PIECE_BYTES):
-                    digest.update(piece)
-                    done_bytes += len(piece)
-                    report("Checking the exported model", done_bytes, total_bytes)
-        except OSError as error:
-            raise ExportError(f"{path} cannot be read: {error.strerror}.") from error
-        new[path] = digest.hexdigest()
-    index.put_all(new)
-    return known | new
+    return file_digests(paths, partial(report, "Checking the exported model"), error=ExportError)
 
 
 def _hash(content: object) -> str:

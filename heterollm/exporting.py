@@ -42,7 +42,7 @@ from heterollm.exported import (
     WEIGHTS,
     ExportedFile,
     ExportManifest,
-    file_digests,
+    exported_digests,
     stated_option,
 )
 from heterollm.loading import PlannedModel, SourceModel, open_for
@@ -375,7 +375,7 @@ class _Writer:
     def _whole(self, files: tuple[ExportedFile, ...]) -> Iterator[ExportedFile]:
         """Yield the files that are as their manifest says, and delete others."""
         here = [one for one in files if (self.folder / one.path).is_file()]
-        found = file_digests([self.folder / one.path for one in here], self.report)
+        found = exported_digests([self.folder / one.path for one in here], self.report)
         for one in here:
             path = self.folder / one.path
             if found[path] == one.sha256:
@@ -442,7 +442,7 @@ class _Writer:
 
     def _listing(self, manifest: ExportManifest, paths: list[str]) -> ExportManifest:
         """Return the manifest with some files, which the cache then knows for whole."""
-        found = file_digests([self.folder / path for path in paths], self.report)
+        found = exported_digests([self.folder / path for path in paths], self.report)
         files = (
             ExportedFile(name, (self.folder / name).stat().st_size, found[self.folder / name])
             for name in paths

@@ -46,6 +46,7 @@ from .exit_codes import FAILED as FAILED
 from .exit_codes import INTERRUPTED as INTERRUPTED
 from .exit_codes import PARTLY as PARTLY
 from .exit_codes import USAGE as USAGE
+from .file_digests import file_digests as file_digests
 from .file_index import FileIndex as FileIndex
 from .forks import check_process as check_process
 from .forks import mark_device_opened as mark_device_opened

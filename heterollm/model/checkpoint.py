@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import EXPORTED, CheckpointError, FileIndex, OptionError, silent
+from heterollm.base import EXPORTED, CheckpointError, OptionError, file_digests, silent
 from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.kernels.formats import QuantizedTensor, as_float32
 from heterollm.kernels.ops import WeightFormat
@@ -354,22 +354,15 @@ class Checkpoint:
     def content_hash(self, progress: Callable[[int, int], None] | None = None) -> str:
         """Return the SHA-256 of ``config.json`` and all safetensors files, as hexadecimal digits.
 
-        Each file is read once; :class:`FileIndex` keeps its digest until its path or stamp changes.
+        Each file is read once; the cache keeps its digest until its path or stamp changes.
 
         Args:
             progress: Called with the bytes read and the total.
         """
-        total_bytes = self.file_bytes
-        index = FileIndex("digests")
+        digests = file_digests(self._hashed_paths, progress, error=CheckpointError)
         whole = hashlib.sha256()
-        done_bytes = 0
         for path in self._hashed_paths:
-            digest = index.get(path)
-            if digest is None:
-                digest = _file_digest(path, progress, done_bytes, total_bytes)
-                index.put(path, digest)
-            done_bytes += path.stat().st_size
-            whole.update(f"{path.name} {digest}\n".encode())
+            whole.update(f"{path.name} {digests[path]}\n".encode())
         return whole.hexdigest()
 
     def _harmless(self, config: ModelConfig, name: str) -> bool:
@@ -527,19 +520,3 @@ def _refuse(folder: Path, what: str, names: Iterable[str]) -> None:
     if listed:
         more = f" and {len(listed) - LISTED_NAMES} more" if len(listed) > LISTED_NAMES else ""
         raise CheckpointError(f"{folder} {what}: {', '.join(listed[:LISTED_NAMES])}{more}.")
-
-
-def _file_digest(
-    path: Path, progress: Callable[[int, int], None] | None, done_bytes: int, total_bytes: int
-) -> str:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while piece := file.read(HASH_BYTES):
-                digest.update(piece)
-                done_bytes += len(piece)
-                if progress is not None:
-                    progress(done_bytes, total_bytes)
-    except OSError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
-    return digest.hexdigest()

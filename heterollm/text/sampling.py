@@ -162,11 +162,8 @@ class Sampler:
         group = int(sums.searchsorted(wanted, side="right"))
         begin = group * _GROUP
         own = weights[begin : begin + _GROUP]
-        place = int(
-            own.cumsum(dtype=np.float64).searchsorted(
-                wanted - (sums[group - 1] if group else 0.0), side="right"
-            )
-        )
+        rest = wanted - (sums[group - 1] if group else 0.0)
+        place = int(own.cumsum(dtype=np.float64).searchsorted(rest, side="right"))
         # Rounding may lead behind the last weight.
         return begin + (place if place < len(own) else int(own.nonzero()[0][-1]))
 

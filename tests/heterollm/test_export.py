@@ -41,7 +41,7 @@ PREPARATION = (
     "heterollm.planning.plan.level_plan",
     "heterollm.planning.planner.solve_plan",
     "heterollm.planning.inputs.stored_profile",
-    "heterollm.model.checkpoint._file_digest",
+    "heterollm.model.checkpoint.file_digests",
 )
 
 
