@@ -27,6 +27,7 @@ from heterollm.base import (
     check_keywords,
     delete,
     delete_left,
+    is_exported,
     locked,
     own_folder,
     own_tree,
@@ -360,7 +361,7 @@ class _Writer:
         versions = {"heterollm": version("heterollm"), **versions}
         fresh = ExportManifest(key, False, target.name, self.context, fixed, usual, versions=versions)
         kept: tuple[ExportedFile, ...] = ()
-        if (self.folder / EXPORTED).is_file():
+        if is_exported(self.folder):
             before = ExportManifest.load(self.folder)
             if before.request != key:
                 raise ExportError(

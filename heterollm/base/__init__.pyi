@@ -66,6 +66,7 @@ from .own_files import check_fetched as check_fetched
 from .own_files import delete as delete
 from .own_files import delete_left as delete_left
 from .own_files import delete_quietly as delete_quietly
+from .own_files import is_exported as is_exported
 from .own_files import is_plain_name as is_plain_name
 from .own_files import make_own_folder as make_own_folder
 from .own_files import make_parent as make_parent

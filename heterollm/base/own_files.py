@@ -79,6 +79,11 @@ _trees: set[Path] = set()
 """Folders with subfolders like the cache's: exported models that this process writes."""
 
 
+def is_exported(model: str | Path) -> bool:
+    """Return whether a text or path names the folder of an exported model; the text may be any."""
+    return os.path.isfile(os.path.join(model, EXPORTED))  # noqa: PTH113, PTH118 - pathlib raises for some texts
+
+
 def is_plain_name(name: str) -> bool:
     """Return whether a text from elsewhere names one file in a folder, on every system, and nothing else."""
     return (

@@ -6,12 +6,11 @@ is left out, as if it were not there: the file's options are for all commands an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from heterollm.base import EXPORTED, Effect, OptionFacts, idle_options, refuse_idle
+from heterollm.base import Effect, OptionFacts, idle_options, is_exported, refuse_idle
 from heterollm.cli.panels import PanelCommand
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def _facts(options: Mapping[str, Any]) -> Mapping[str, Any]:
     model = options.get("model")
     if isinstance(model, list | tuple) and len(model) == 1:
         model = model[0]
-    if not isinstance(model, str) or not os.path.isfile(os.path.join(model, EXPORTED)):  # noqa: PTH113, PTH118
+    if not isinstance(model, str) or not is_exported(model):
         return options
     from heterollm.exported import ExportedFolder
 

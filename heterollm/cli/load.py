@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from heterollm.base import EXPORTED, ExportError
+from heterollm.base import ExportError, is_exported
 from heterollm.cli.effects import given_keywords
 from heterollm.cli.options import ModelOptions, RunOptions, load_keywords
 
@@ -30,7 +30,7 @@ def load_model(model: str, options: ModelOptions, run: RunOptions, *, trace: boo
         ModelConfig.from_folder(Path(model))
         check_tokenizer(Path(model))
     if run.profile is not None:
-        if os.path.isfile(os.path.join(model, EXPORTED)):  # noqa: PTH113, PTH118
+        if is_exported(model):
             raise ExportError(
                 f"--profile {run.profile} is for a plan, and the exported model {model} has one.",
                 fix="Leave --profile out.",

@@ -180,11 +180,11 @@ PARTS: Final = {"fp16": 1.0, "w8a8": 0.6}
 
 def _memory_bytes(model: str, precision: str) -> int:
     """Return the memory that the weights of a model take; 0 of one that is not on this machine."""
-    from heterollm.base import EXPORTED
+    from heterollm.base import is_exported
 
     path = Path(model)
     files = [*path.glob("*.safetensors")] if path.is_dir() else [path] if path.is_file() else []
-    exported = [*path.glob("weights/*.safetensors")] if (path / EXPORTED).is_file() else []
+    exported = [*path.glob("weights/*.safetensors")] if is_exported(path) else []
     files += exported
     part = 1.0 if exported or path.suffix == ".gguf" else PARTS.get(precision, 0.4)
     return int(part * sum(file.stat().st_size for file in files))

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import EXPORTED, CheckpointError, OptionError, file_digests, silent
+from heterollm.base import CheckpointError, OptionError, file_digests, is_exported, silent
 from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.kernels.formats import QuantizedTensor, as_float32
 from heterollm.kernels.ops import WeightFormat
@@ -118,7 +118,7 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
 
 def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
     """Return the error of a file, or of a folder without weights; it names another format found there."""
-    if (path / EXPORTED).is_file():
+    if is_exported(path):
         return CheckpointError(
             f"{path} is an exported model, which has no weights of a checkpoint.",
             fix="Give the checkpoint that it was made from; `generate`, `chat` and `serve` take the folder.",
