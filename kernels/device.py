@@ -39,8 +39,8 @@ class Device:
     """An opened device.
 
     Args:
-        name: Its name: ``snapdragon``, ``opencl``, ``host`` or ``emulator``, or ``sim:`` and that of a
-            simulated SoC.
+        name: Its name: ``sim:`` and that of a simulated SoC, or one of
+            :data:`heterollm.kernels.devices.DEVICE_NAMES`.
         gpu: The GPU.
         npu: The NPU; None if the device was opened without one.
         split: CPU cores of GPU and NPU, if they run on CPU cores.
@@ -106,6 +106,8 @@ class Device:
             memory["npu_io_by_graph"] = True
         if self.npu is not None and self.npu.reuses_io:
             memory["npu_reuses_io"] = True
+        if self.npu is not None and self.npu.unrolls_blocks:
+            memory["npu_unrolls_blocks"] = True
         if self.gpu.maps_beside_kernels:
             memory["maps_beside_kernels"] = True
         if self.npu is not None and self.npu.graphs_by_length != self.npu.copies_by_length:

@@ -143,17 +143,38 @@ class GraphMemory:
         copies_by_length: Whether each length of a slice holds weights of its own.
         activation_bytes: Size of an element of the graphs' own inputs and outputs; 0 if they have none.
         reuses_io: Whether the longest graph's input and output serve all lengths of a slice.
+        unrolls_blocks: Whether graphs hold weights as Intel's compiler does: :meth:`weight_bytes`.
     """
 
     copies_by_length: bool = False
     activation_bytes: int = 0
     reuses_io: bool = False
+    unrolls_blocks: bool = False
 
     @property
     def counts_graphs(self) -> bool:
         """Whether further lengths of a slice take memory."""
         return self.copies_by_length or self.activation_bytes > 0
 
+    def weight_bytes(self, weight: WeightFormat, rows: int, columns: int, tokens: int) -> int:
+        """Return the bytes of a weight in a graph.
+
+        Intel's compiler computes each block of 4-bit weights apart, with a table of 16 bytes for each row,
+        but only for one token or more than 2048 inputs; all other weights become float16
+        (``bench/results/intel_npu_static.jsonl``).
+        """
+        if not self.unrolls_blocks:
+            return weight.weight_bytes(rows, columns)
+        if weight.bits == 4 and (tokens == 1 or columns > FOLDED_COLUMNS):
+            return rows * columns // 2 + rows * (columns // weight.block) * UNROLLED_BLOCK_BYTES
+        return 2 * rows * columns
+
+
+FOLDED_COLUMNS: Final = 2048
+"""Most inputs with which Intel's compiler turns 4-bit blocks into float16, with more than one token."""
+
+UNROLLED_BLOCK_BYTES: Final = 16
+"""Size of its table's entry for each row of a block."""
 
 MOST_STREAMS: Final = 8
 """Most residual streams of a model; more would not fit the local memory of small GPUs."""
@@ -314,8 +335,14 @@ class OpSpec:
         outputs = sum(member_rows) if self.then is None else self.then.rows
         tokens = max(lengths, default=0) if memory.reuses_io else sum(lengths)
         io_bytes = tokens * (self.columns + outputs) * memory.activation_bytes
-        copies = len(lengths) if memory.copies_by_length else 1
-        return self.slice_bytes(member_rows) * copies + io_bytes
+        copies = lengths if memory.copies_by_length else [1]
+        return sum(self._graph_weights(member_rows, memory, length) for length in copies) + io_bytes
+
+    def _graph_weights(self, member_rows: tuple[int, ...], memory: GraphMemory, tokens: int) -> int:
+        own = memory.weight_bytes(self.weight, sum(member_rows), self.columns, tokens)
+        if self.then is None:
+            return own
+        return own + memory.weight_bytes(self.then.weight, self.then.rows, member_rows[0], tokens)
 
 
 def ffn_spec(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:

@@ -64,10 +64,14 @@ def _number(variable: str, texts: Sequence[str], kind: str) -> int:
     return matches[0]
 
 
-def find_gpus(split: ThreadSplit | None = None) -> tuple[Any, str]:
+def find_gpus(split: ThreadSplit | None = None, vendor: str = "") -> tuple[Any, str]:
     """Return the GPU to use, and a text with all of them.
 
     GPUs with memory of their own come first, then those with most compute units, Microsoft's OpenCL last.
+
+    Args:
+        split: As of :func:`heterollm.kernels.devices.runtimes.opencl_devices`.
+        vendor: The only vendor; empty for any.
 
     Raises:
         DeviceError: There is none, or the environment names none.
@@ -75,11 +79,15 @@ def find_gpus(split: ThreadSplit | None = None) -> tuple[Any, str]:
     devices = opencl_devices(split)
     from heterollm.kernels.gpu import gpu_features, is_cpu
 
-    found = [(name, device) for name, device in devices if not is_cpu(device)]
+    found = [
+        (name, device)
+        for name, device in devices
+        if not is_cpu(device) and vendor.lower() in device.vendor.lower()
+    ]
     if not found:
         seen = ", ".join(device.name.strip() for _, device in devices) or "none"
         raise DeviceError(
-            f"No GPU among the OpenCL devices ({seen}).",
+            f"No {f'{vendor} ' if vendor else ''}GPU among the OpenCL devices ({seen}).",
             fix="Install the OpenCL driver of the GPU's vendor. " + see("a-gpu-is-not-listed"),
         )
 

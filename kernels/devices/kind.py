@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from heterollm.kernels.ops import Power
     from heterollm.kernels.threads import ThreadSplit
 
-DEVICE_NAMES: Final = ("snapdragon", "opencl", "host", "emulator")
-"""Modules of this folder with a ``KIND``, in the order of ``heterollm devices``."""
+DEVICE_NAMES: Final = ("snapdragon", "opencl", "intel", "host", "emulator", "intel:cpu")
+"""Modules of this folder with a ``KIND`` (``:`` is ``_`` there), in the order of ``heterollm devices``."""
 
 AUTO: Final = ("snapdragon", "opencl", "host")
 """Devices that ``auto`` tries in turn; the last one's refusal is the answer."""
@@ -104,7 +104,7 @@ class DeviceKind:
 
 def kind_of(name: str) -> DeviceKind:
     """Return the description of one of :data:`DEVICE_NAMES`."""
-    kind: DeviceKind = import_module(f"{__package__}.{name}").KIND
+    kind: DeviceKind = import_module(f"{__package__}.{name.replace(':', '_')}").KIND
     return kind
 
 

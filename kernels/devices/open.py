@@ -34,12 +34,12 @@ def open_device(
     """Open a device on the calling thread.
 
     Args:
-        name: ``snapdragon``, ``opencl``, ``host``, ``emulator``, or ``auto``, which is ``snapdragon`` if both
-            of its processors pass a self-test, else ``opencl`` if its GPU is faster than the cores, else
-            ``host``; or ``sim:`` with the name of a SoC or of its YAML file.
-        gpu_threads: Threads of OpenCL on ``host`` and ``emulator``.
-        npu_threads: Threads of the NPU on ``host`` and ``opencl``; 0 opens any device but the emulator
-            without an NPU.
+        name: One of :data:`DEVICE_NAMES`; ``auto``, which is ``snapdragon`` if both of its processors pass
+            a self-test, else ``opencl`` if its GPU is faster than the cores, else ``host``; or ``sim:``
+            with the name of a SoC or of its YAML file.
+        gpu_threads: Threads of OpenCL on the CPU.
+        npu_threads: Threads of an NPU that runs on CPU cores; 0 opens any device but the emulator without
+            an NPU.
         profiling: Whether OpenCL events carry timestamps.
         shared_memory: Kind of the memory that host and GPU share, ``svm``, ``mapped`` or ``host``; None for
             the one that the environment names, or the best one that the GPU has.

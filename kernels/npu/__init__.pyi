@@ -3,6 +3,8 @@ from .contexts import ContextPackager as ContextPackager
 from .forms import every_form as every_form
 from .graphs import GRAPH_VERSION as GRAPH_VERSION
 from .host import HostNpu as HostNpu
+from .openvino_npu import OpenVinoNpu as OpenVinoNpu
+from .openvino_npu import find_openvino as find_openvino
 from .protocol import INTEGER_FORMS as INTEGER_FORMS
 from .protocol import K_SPLIT_COLUMNS as K_SPLIT_COLUMNS
 from .protocol import STANDARD_LENGTHS as STANDARD_LENGTHS

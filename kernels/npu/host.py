@@ -51,6 +51,7 @@ class HostNpu:
     copies_by_length = False
     io_by_graph = False
     reuses_io = False
+    unrolls_blocks = False
     addressable_bytes = None
     graph_weight_bytes = None
     standard_lengths = STANDARD_LENGTHS

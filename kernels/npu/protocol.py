@@ -151,6 +151,10 @@ class NpuBackend(Protocol):
         """Whether all lengths of a slice reserve memory for the longest one's input and output alone."""
 
     @property
+    def unrolls_blocks(self) -> bool:
+        """Whether its graphs hold 4-bit blocks apart, other weights in 16 bits: see ``GraphMemory``."""
+
+    @property
     def addressable_bytes(self) -> int | None:
         """Most bytes that all its open graphs can take; None without a limit of its own."""
 
@@ -313,7 +317,7 @@ def graph_memory(npu: NpuBackend | None) -> GraphMemory:
     if npu is None:
         return COUNTED_ONCE
     item_bytes = npu.activation_dtype.itemsize if npu.io_by_graph else 0
-    return GraphMemory(npu.copies_by_length, item_bytes, npu.reuses_io)
+    return GraphMemory(npu.copies_by_length, item_bytes, npu.reuses_io, npu.unrolls_blocks)
 
 
 def check_form(

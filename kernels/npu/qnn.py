@@ -32,7 +32,6 @@ from heterollm.base import (
     scratch_folder,
     see,
 )
-from heterollm.kernels.formats import QuantizedTensor, linear_errors
 from heterollm.kernels.npu.contexts import (
     ContextGraph,
     GraphIdentity,
@@ -66,9 +65,10 @@ from heterollm.kernels.npu.qnn_sharing import (
     run_sharing_test,
 )
 from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
+from heterollm.kernels.npu.self_test import check_small_linear
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.npu.shapes import ExpertsShape, GraphShape, LinearShape, ScoresShape
-from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, LinearShard, ScoresShard, WeightShard
+from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, ScoresShard, WeightShard
 from heterollm.kernels.npu.tensors import graph_tensors
 from heterollm.kernels.ops import Power
 
@@ -118,6 +118,7 @@ class QnnNpu:
     standard_lengths = STANDARD_LENGTHS
     row_alignment = 256
     graphs_by_length = True
+    unrolls_blocks = False
     io_by_graph = True
     addressable_bytes: int | None = HEXAGON_BYTES
     graph_weight_bytes: int | None = EXPERTS_BYTES
@@ -362,7 +363,8 @@ class QnnNpu:
         """Run one small graph against float64.
 
         Raises:
-            DeviceError: The graph does not compile or run, or computes wrong numbers, or the chip is too old.
+            DeviceError: The graph computes wrong numbers, or the chip is too old.
+            GraphError: The graph does not compile or run.
         """
         soc = SOCS.get(self.soc_model)
         if soc is not None and soc.refusal:
@@ -370,25 +372,7 @@ class QnnNpu:
                 f"This NPU cannot be used: {soc.refusal}.",
                 fix="Leave it out with `--npu-threads 0`. " + see("the-hexagon-takes-no-4-bit-weights"),
             )
-        generator = np.random.default_rng(0)
-        rows, columns, tokens, block = 64, 256, 32, 32
-        weight = QuantizedTensor(
-            generator.integers(0, 256, (rows, columns // block, block // 2), np.uint8),
-            generator.uniform(0.01, 0.02, (rows, columns // block)).astype(np.float16),
-            None,
-            4,
-            block,
-        )
-        shard = LinearShard(weight, 0, "self_test", ((0, rows),), "self_test")
-        x = generator.standard_normal((tokens, columns)).astype(self.activation_dtype)
-        y = np.zeros((tokens, rows), self.activation_dtype)
-        self.prepare(shard, tokens).bind({"x": x}, {"y": y})()
-        errors = linear_errors(y, x.astype(np.float64) @ weight.dequantize().astype(np.float64).T)
-        if not errors.within("fp16"):
-            raise DeviceError(
-                f"{self.name} computes wrong numbers: NMSE {errors.nmse:.1e} on the self-test.",
-                fix=f"Update the NPU driver and onnxruntime-qnn. {see('a-part-computes-wrong-numbers')}",
-            )
+        check_small_linear(self, "onnxruntime-qnn")
 
     def _context_of(
         self, shard: GraphShard, length: int, form: GraphForm | None, chosen: GraphForm

@@ -69,6 +69,7 @@ class SimulatedNpu:
     graphs_by_length = True
     loaded_count = 0
     reuses_io = False
+    unrolls_blocks = False
 
     def __init__(
         self,

@@ -55,6 +55,7 @@ class Description(Struct, frozen=True):
     npu_copies_by_length: bool
     npu_io_by_graph: bool = False
     npu_reuses_io: bool = False
+    npu_unrolls_blocks: bool = False
     maps_beside_kernels: bool = False
     npu_graphs_by_length: bool | None = None
     npu_addressable_bytes: Count | None = None
@@ -118,6 +119,7 @@ class Profile:
             copies_by_length=bool(found["npu_copies_by_length"]),
             activation_bytes=item_bytes,
             reuses_io=bool(found.get("npu_reuses_io", False)),
+            unrolls_blocks=bool(found.get("npu_unrolls_blocks", False)),
         )
 
     @property

@@ -86,6 +86,7 @@ class Packaging:
     io_by_graph: bool
     addressable_bytes: int | None
     reuses_io: bool = False
+    unrolls_blocks: bool = False
     name: str = "the NPU"
 
     @property
