@@ -18,8 +18,10 @@ from heterollm.kernels.devices.gpu import open_gpu, self_test
 from heterollm.kernels.devices.kind import Opening
 from heterollm.kernels.gpu import OpenClRuntime, is_cpu, list_opencl_devices
 from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
-from heterollm.kernels.npu import STANDARD_LENGTHS
+from heterollm.kernels.npu import STANDARD_LENGTHS, openvino_npu
+from heterollm.kernels.ops import GraphMemory
 from heterollm.kernels.threads import allowed_cores, split_threads
+from heterollm.profiler.records import Profile
 
 pytestmark = pytest.mark.cpu
 
@@ -104,7 +106,9 @@ def test_opening_leaves_the_callers_cores_alone(host):
 
 @pytest.mark.parametrize("name", ["", "gpu", "Host", None, 3])
 def test_names_that_are_none(name):
-    with pytest.raises(OptionError, match="Choose auto, snapdragon, opencl, host, emulator"):
+    with pytest.raises(
+        OptionError, match="Choose auto, snapdragon, opencl, intel, host, emulator, intel:cpu"
+    ):
         open_device(name)
 
 
@@ -182,6 +186,51 @@ def test_the_emulator_needs_its_package(monkeypatch, host):
     assert (entry.usable, entry.npu) == (False, "missing")
     assert "onnxruntime-qnn is not installed" in entry.reason
     assert "pip install 'heterollm[emulator]'" in entry.fix
+
+
+# -- intel --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_openvino(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    openvino_npu._core.cache_clear()
+    yield
+    openvino_npu._core.cache_clear()
+
+
+def test_intel_needs_a_gpu_of_intel_and_openvino(opencl, no_openvino):
+    opencl(("NVIDIA CUDA", FakeDevice("H200", "NVIDIA Corporation")))
+    entry = status("intel")
+    assert (entry.usable, entry.gpu, entry.npu) == (False, "missing", "missing")
+    assert "No Intel GPU among the OpenCL devices (H200)" in entry.reason
+    assert "openvino is not installed" in entry.reason
+    assert "pip install 'heterollm[intel]'" in entry.fix
+    opencl(("Intel(R) OpenCL Graphics", FakeDevice("Arc 140V", "Intel(R) Corporation", "26.1")))
+    assert status("intel").gpu.startswith("Arc 140V (Intel(R) OpenCL Graphics 26.1; mapped memory")
+
+
+def test_intel_without_an_npu_opens_nothing_and_says_what_to_try(opencl):
+    openvino = pytest.importorskip("openvino", reason="needs the extra intel")
+    if "NPU" in openvino.Core().available_devices:
+        pytest.skip("has an NPU")
+    opencl(("Intel(R) OpenCL Graphics", FakeDevice("Arc 140V", "Intel(R) Corporation", "26.1")))
+    assert "OpenVINO finds no NPU" in status("intel").reason
+    with pytest.raises(DeviceError, match="OpenVINO finds no NPU") as caught:
+        open_device("intel")
+    assert "--device intel:cpu" in caught.value.fix
+
+
+def test_openvinos_cpu_stands_in_for_intels_npu(host):
+    pytest.importorskip("openvino", reason="needs the extra intel")
+    device = open_device("intel:cpu")
+    assert (device.name, device.time_kind) == ("intel:cpu", "real")
+    assert device.activation_dtype == device.cache_dtype == np.float16
+    assert device.standard_lengths == (1, 32, 64, 128, 256)
+    assert device.split == split_threads()
+    assert Profile.of(device).graph_memory == GraphMemory(True, 2, unrolls_blocks=True)
+    device.close()
+    assert open_device("intel:cpu", npu_threads=0).npu is None
 
 
 # -- auto ---------------------------------------------------------------------------------------------

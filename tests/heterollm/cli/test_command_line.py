@@ -318,7 +318,7 @@ def test_devices_where_nothing_is_installed(run, monkeypatch):
         status = statuses.pop(name)
         assert status["usable"]  # they need nothing
         assert status["time"] == "simulated"
-    assert set(statuses) == {"snapdragon", "opencl", "host", "emulator"}
+    assert set(statuses) == {"snapdragon", "opencl", "intel", "host", "emulator", "intel:cpu"}
     for status in statuses.values():
         assert not status["usable"]
         assert status["reason"]
