@@ -106,7 +106,7 @@ MaybeModel = Annotated[str | None, ModelArgument]
 DeviceOption = Annotated[
     str,
     typer.Option(
-        help="auto, snapdragon, opencl, host, emulator, or sim:SOC (simulated).",
+        help="auto, snapdragon, opencl, intel, host, emulator, intel:cpu, or sim:SOC (simulated).",
         autocompletion=cli_complete.devices,
     ),
 ]
@@ -231,8 +231,8 @@ def technique_request(
 class ThreadOptions:
     """Threads of GPU and NPU on devices where both run on the cores of one CPU."""
 
-    gpu_threads: Annotated[int | None, typer.Option(help="Threads of the GPU on host and emulator.")] = None
-    npu_threads: Annotated[int | None, typer.Option(help="Threads of the NPU on host; 0: no NPU.")] = None
+    gpu_threads: Annotated[int | None, typer.Option(help="Threads of a GPU on CPU cores.")] = None
+    npu_threads: Annotated[int | None, typer.Option(help="Threads of an NPU on CPU cores; 0: no NPU.")] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ LOAD_EFFECTS: Final = (
     Effect(
         "npu_threads",
         lambda facts: _takes(facts, "npu_threads") or facts.get("npu_threads") == 0,
-        "only the NPU of host runs on threads; 0 leaves that of other devices out",
+        "only an NPU on CPU cores has threads; 0 leaves that of other devices out",
     ),
     Effect(
         "npu_threads",

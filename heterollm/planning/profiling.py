@@ -82,7 +82,7 @@ class ProfilingSession:
         precisions: Of weights and activations.
         group_size: Weights that share a scale.
         scales: Scales of 4-bit weights; with ``stepped`` ones the NPU's integer forms are measured too.
-        gpu_threads: Threads of the GPU on ``host`` and ``emulator``.
+        gpu_threads: Threads of a GPU on CPU cores.
         npu_threads: Threads of the NPU on ``host``; 0 leaves it out.
         power: Clocks and cores to ask for on ``snapdragon``.
         purpose: Purpose of a profile with a file of its own; empty for the one that all commands read.

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from heterollm.base import GIB, format_bytes, format_duration
-from heterollm.kernels.ops import ffn_specs
+from heterollm.kernels.ops import FOLDED_COLUMNS, ffn_specs
 from heterollm.planning import profile_words
 from heterollm.report.console import table
 from heterollm.report.plan_experts import experts_report
@@ -104,6 +104,8 @@ def held_words(model: ProfiledModel, plan: Plan) -> str:
         words.append("weights counted for each length")
     elif profile.graphs_by_length:
         words.append("weights counted once for all lengths")
+    if memory.unrolls_blocks:
+        words.append(f"weights of at most {FOLDED_COLUMNS} inputs in 16 bits but for one token")
     if memory.activation_bytes:
         of = "the longest graph of each slice" if memory.reuses_io else "every graph"
         words.append(f"inputs and outputs of {of} included")

@@ -230,7 +230,8 @@ def test_openvinos_cpu_stands_in_for_intels_npu(host):
     assert device.split == split_threads()
     assert Profile.of(device).graph_memory == GraphMemory(True, 2, unrolls_blocks=True)
     device.close()
-    assert open_device("intel:cpu", npu_threads=0).npu is None
+    threads = len(device.split.gpu_cores)
+    assert open_device("intel:cpu", gpu_threads=threads, npu_threads=0).npu is None
 
 
 # -- auto ---------------------------------------------------------------------------------------------
