@@ -28,6 +28,7 @@ from conditions import append_rows, origin, script_parser
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.npu import FfnShard, LinearShard
 from heterollm.kernels.npu.graphs import write_graph
+from heterollm.kernels.npu.openvino_npu import load_openvino
 from heterollm.kernels.ops import GraphMemory, WeightFormat
 
 PLATFORMS: Final = {"3720": "Meteor Lake, Arrow Lake", "4000": "Lunar Lake", "5010": "Panther Lake"}
@@ -122,8 +123,6 @@ def _weight(case: Case, rows: int, columns: int) -> Any:  # noqa: ANN401
 
 def _own(case: Case, folder: Path) -> Any:  # noqa: ANN401
     """Return the program's own graph."""
-    import openvino
-
     shard: LinearShard | FfnShard
     if case.graph == "ffn":
         gate_up, down = _weight(case, 2 * case.rows, case.columns), _weight(case, case.columns, case.rows)
@@ -132,32 +131,28 @@ def _own(case: Case, folder: Path) -> Any:  # noqa: ANN401
         shard = LinearShard(_weight(case, case.rows, case.columns), 0, "o", ((0, case.rows),), "key")
         form = "matmul_nbits" if case.weight.quantized else "activation_first"
     model = write_graph(shard, form, np.dtype(np.float16), folder, case.tokens)  # type: ignore[arg-type]
-    return openvino.Core().read_model(model)
+    return load_openvino().Core().read_model(model)
 
 
 class Parts:
     """The parts of a graph that is written for OpenVINO alone."""
 
     def __init__(self, case: Case) -> None:
-        import openvino
-        from openvino import opset13
-
-        self.op, self.case = opset13, case
+        self.openvino, self.case = load_openvino(), case
+        self.op = self.openvino.opset13
         self.blocks, self.random = case.columns // case.weight.block, np.random.default_rng(0)
-        self.codes_type = openvino.Type.i4
-        self.x = opset13.parameter([1, case.tokens, case.columns], np.float16, name="x")
+        self.codes_type = self.openvino.Type.i4
+        self.x = self.op.parameter([1, case.tokens, case.columns], np.float16, name="x")
         self.inputs = [self.x]
 
     def codes(self, *shape: int, given: bool = False) -> Any:  # noqa: ANN401
         """Return signed 4-bit codes as float16, constant or an input."""
-        import openvino
-
         if given:
             self.inputs.append(self.op.parameter(list(shape), self.codes_type))
             return self.op.convert(self.inputs[-1], "f16")
         packed = self.random.integers(0, 256, int(np.prod(shape)) // 2, np.uint8)
-        tensor = openvino.Tensor(packed, openvino.Shape(list(shape)), self.codes_type)
-        return self.op.convert(openvino.op.Constant(tensor, shared_memory=False), "f16")
+        tensor = self.openvino.Tensor(packed, self.openvino.Shape(list(shape)), self.codes_type)
+        return self.op.convert(self.openvino.op.Constant(tensor, shared_memory=False), "f16")
 
     def scales(self, *shape: int, given: bool = False) -> Any:  # noqa: ANN401
         """Return scales, constant or an input."""
@@ -210,8 +205,7 @@ VARIANTS: Final[dict[str, Callable[[Parts], Any]]] = {
 
 def compiled_bytes(case: Case, platform: str, folder: Path) -> int | str:
     """Return the size of a compiled graph, or why there is none."""
-    import openvino
-
+    openvino = load_openvino()
     if case.graph in VARIANTS:
         parts = Parts(case)
         model = openvino.Model([VARIANTS[case.graph](parts)], parts.inputs, "graph")
@@ -263,8 +257,8 @@ def main() -> None:
             print(platform, *names, f"{bits} bits a weight" if size else problem, flush=True)
             row = dict(zip(("graph", "rows", "columns", "tokens", "weight"), names, strict=True))
             sizes = {"blob_bytes": size, "counted_bytes": counted_bytes(case), "problem": problem}
-            openvino = {"openvino": version("openvino"), "platform": platform}
-            append_rows(options.out, origin("intel_npu_static") | openvino | row | sizes)
+            compiler = {"openvino": version("openvino"), "platform": platform}
+            append_rows(options.out, origin("intel_npu_static") | compiler | row | sizes)
 
 
 def _weights(case: Case) -> int:

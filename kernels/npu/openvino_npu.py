@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from heterollm.kernels.npu.shards import GraphShard, ShardKey
 from heterollm.kernels.npu.tensors import NamedArrays, check_arrays, graph_tensors
 
 NPU: Final = "NPU"
+TELEMETRY: Final = "openvino_telemetry"
 LONGEST: Final = 256
 """Tokens of the longest graph. Of 4096 x 4096 in blocks of 32 one compiles in 8 s, one of 512 in minutes."""
 ADVICE: Final = (
@@ -58,8 +60,18 @@ def find_openvino(processor: str = NPU) -> str:
 
 
 @functools.cache
-def _core() -> Any:  # noqa: ANN401 - its types are another package's
-    """Return OpenVINO's registry of devices."""
+def load_openvino() -> Any:  # noqa: ANN401 - its types are another package's
+    """Import OpenVINO without its telemetry.
+
+    Its import would write an identity into the home folder and send a message to Google Analytics; it does
+    neither where the package ``openvino-telemetry`` is missing.
+
+    Raises:
+        DeviceError: It is missing, or cannot be imported.
+    """
+    hidden = TELEMETRY not in sys.modules
+    if hidden:
+        sys.modules[TELEMETRY] = None  # type: ignore[assignment]
     try:
         import openvino
     except ImportError as error:
@@ -68,7 +80,16 @@ def _core() -> Any:  # noqa: ANN401 - its types are another package's
             "openvino is not installed." if missing else f"openvino cannot be imported: {error}.",
             fix="Run `pip install 'heterollm[intel]'`.",
         ) from error
-    return openvino.Core()
+    finally:
+        if hidden:
+            del sys.modules[TELEMETRY]
+    return openvino
+
+
+@functools.cache
+def _core() -> Any:  # noqa: ANN401
+    """Return OpenVINO's registry of devices."""
+    return load_openvino().Core()
 
 
 def _version() -> str:
@@ -279,13 +300,11 @@ class OpenVinoGraph:
 
     def bind(self, inputs: NamedArrays, outputs: NamedArrays) -> Callable[[], None]:
         """Return a call that runs the graph in place; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
-        import openvino
-
-        label = self._shard_label
+        label, tensor = self._shard_label, load_openvino().Tensor
         check_arrays(inputs, outputs, self.tensors, label)
         request = self._compiled.create_infer_request()
         for name, array in (*inputs.items(), *outputs.items()):
-            request.set_tensor(name, openvino.Tensor(array[np.newaxis], shared_memory=True))
+            request.set_tensor(name, tensor(array[np.newaxis], shared_memory=True))
         start, wait = request.start_async, request.wait
 
         def call() -> None:

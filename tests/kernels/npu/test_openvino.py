@@ -2,7 +2,11 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +15,11 @@ import pytest
 from heterollm.base import DeviceError, GraphError, make_own_folder
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.npu import ExpertsShard, LinearShape, OpenVinoNpu, ScoresShape, find_openvino
+from heterollm.kernels.npu.openvino_npu import load_openvino
 from heterollm.kernels.operators.linear import LinearCase
 from heterollm.kernels.ops import GraphMemory, WeightFormat
 
-openvino = pytest.importorskip("openvino", reason="needs the extra intel")
+pytestmark = pytest.mark.skipif(find_spec("openvino") is None, reason="needs the extra intel")
 
 FORMATS = [
     WeightFormat(bits, block, symmetric)
@@ -130,12 +135,21 @@ def test_openvinos_refusal_names_the_layer(npu, make_slice, monkeypatch):
 
 
 def test_a_machine_without_an_npu_says_so():
-    if "NPU" in openvino.Core().available_devices:
+    if "NPU" in load_openvino().Core().available_devices:
         pytest.skip("has an NPU")
     for look in (find_openvino, OpenVinoNpu):
         with pytest.raises(DeviceError, match=r"OpenVINO finds no NPU \(it finds .*CPU") as caught:
             look()
         assert "linux-npu-driver" in caught.value.fix
+
+
+def test_openvino_writes_nothing_into_the_home_folder(tmp_path):
+    """Its telemetry would, as soon as it is imported outside of CI."""
+    home = {"HOME": str(tmp_path), "USERPROFILE": str(tmp_path), "LOCALAPPDATA": str(tmp_path)}
+    environment = {name: value for name, value in os.environ.items() if name != "CI"} | home
+    script = "from heterollm.kernels.npu import find_openvino; find_openvino('CPU')"
+    subprocess.run([sys.executable, "-P", "-c", script], cwd="/", env=environment, check=True)
+    assert not list(tmp_path.iterdir())
 
 
 # -- kept graphs -------------------------------------------------------------------------------------
