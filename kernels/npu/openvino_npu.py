@@ -1,7 +1,7 @@
 """The NPU backend of the device ``intel``: OpenVINO on static graphs, with float16 activations.
 
 Its graphs were compiled for Intel's NPUs, and checked for numbers on OpenVINO's CPU device; **none has run on
-an NPU**. The cache keeps NPU graphs, since one takes seconds to compile; those of the CPU are made anew.
+an NPU**. The cache keeps NPU graphs, since one takes seconds to compile; those of the CPU are compiled again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from heterollm.kernels.npu.protocol import (
     TimeKind,
     check_form,
 )
-from heterollm.kernels.npu.qnn_binaries import ContextBinary
+from heterollm.kernels.npu.qnn_binaries import ContextBinary, temporary_graphs
 from heterollm.kernels.npu.self_test import check_small_linear
 from heterollm.kernels.npu.shapes import ExpertsShape, GraphShape, LinearShape, ScoresShape
 from heterollm.kernels.npu.shards import GraphShard, ShardKey
@@ -143,6 +143,7 @@ class OpenVinoNpu:
         exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
         self._options = {} if processor == NPU else exact | {"INFERENCE_NUM_THREADS": threads}
         self._in_cache = processor == NPU
+        self._temporary: Path | None = None
         self._folders = GraphFolders()
         self._graphs: dict[tuple[ShardKey, GraphForm, int], Any] = {}
 
@@ -168,7 +169,7 @@ class OpenVinoNpu:
         chosen = check_form(self, shard, length, form, any_length=any_length)
         key = (shard.key, chosen, length)
         if key not in self._graphs:
-            if self._in_cache or self._folders.of(shard) is not None:
+            if self._in_cache or self._folder(shard) is not None:
                 self._graphs[key] = self._kept(shard, chosen, length)
             else:
                 self._graphs[key] = self._built(shard, chosen, length)
@@ -194,13 +195,19 @@ class OpenVinoNpu:
 
     @contextlib.contextmanager
     def temporary_graphs(self) -> Iterator[None]:
-        """Keep no graph that is built within this context; its end drops all graphs."""
-        kept, self._in_cache = self._in_cache, False
-        try:
-            yield
-        finally:
-            self._in_cache = kept
-            self.close()
+        """Delete each graph that is built within this context when its shard is released, or at the end.
+
+        The end also drops all graphs.
+
+        Raises:
+            CacheError: The cache folder cannot be written.
+        """
+        with temporary_graphs() as self._temporary:
+            try:
+                yield
+            finally:
+                self._temporary = None
+                self.close()
 
     def cpu_times_us(
         self, shard: GraphShard, length: int, form: GraphForm | None = None, *, runs: int
@@ -213,19 +220,24 @@ class OpenVinoNpu:
         Raises:
             DeviceError: It does not compile or run, or computes wrong numbers.
         """
+        kept, self._in_cache = self._in_cache, False
         try:
-            with self.temporary_graphs():
-                check_small_linear(self, "openvino")
+            check_small_linear(self, "openvino")
         except GraphError as error:
             raise DeviceError(
                 f"{self.name} opens no graph: {error.message}",
                 fix=ADVICE + see("the-intel-npu-is-not-found"),
             ) from error
+        finally:
+            self._in_cache = kept
+            self.close()
 
     def release(self, shard: GraphShard) -> None:
         """Drop the graphs of a shard; see :class:`heterollm.kernels.npu.NpuBackend`."""
         for key in [key for key in self._graphs if key[0] == shard.key]:
             del self._graphs[key]
+            if self._temporary is not None:
+                self._stored(shard, *key[1:]).remove()
 
     def versions(self) -> dict[str, str]:
         """Return the versions of OpenVINO, and of the NPU and its driver, which compiles the graphs."""
@@ -241,13 +253,17 @@ class OpenVinoNpu:
         """Return the files of a graph: its wrapper, and the compiled one."""
         identity = graph_identity(shard, form, length) | {"openvino": self._processor}
         made_by = {"graph_version": GRAPH_VERSION, **self.versions()}
-        return ContextBinary(identity, made_by, self._folders.of(shard), ending=".bin")
+        return ContextBinary(identity, made_by, self._folder(shard), ending=".bin")
+
+    def _folder(self, shard: GraphShard) -> Path | None:
+        """Return the folder of a shard's graphs; None for that of the cache."""
+        return self._temporary or self._folders.of(shard)
 
     def _kept(self, shard: GraphShard, form: GraphForm, length: int) -> Any:  # noqa: ANN401
         """Load a graph from its folder; build it first if the cache has no sound one."""
         stored, loaded = self._stored(shard, form, length), True
         with locked(stored.model):
-            if (problem := stored.problem(contents=stored.folder is None)) is not None:
+            if (problem := stored.problem(contents=stored.folder in (None, self._temporary))) is not None:
                 self._folders.refuse(shard, shard.label, problem)
                 stored.build(functools.partial(self._write, shard, form, length))
                 loaded = False

@@ -174,12 +174,19 @@ def test_a_second_backend_loads_what_the_first_one_built(npu, make_slice, exact,
 def test_the_cache_keeps_an_npus_graphs_but_not_a_profiles(npu, make_slice, cache_folder, monkeypatch):
     monkeypatch.setattr(npu, "_in_cache", True)  # as on an NPU
     with npu.temporary_graphs():
+        npu.build(make_slice(64, 256), 32)
         run(npu, make_slice(64, 256), 32)
-    assert not cache_folder.exists()
-    run(npu, make_slice(64, 256), 32)
-    assert npu.compiled_count == 2
-    npu.close()
-    run(npu, make_slice(64, 256), 32)
+        assert (npu.compiled_count, len(list(cache_folder.rglob("*.bin")))) == (1, 1)
+        npu.release(make_slice(64, 256))
+        assert not list(cache_folder.rglob("*.bin"))
+        run(npu, make_slice(64, 256), 64)
+    assert not list(cache_folder.rglob("*.bin"))
+    npu.compiled_count = npu.loaded_count = 0
+    npu.self_test()
+    assert not list(cache_folder.rglob("*.bin"))
+    for _ in range(2):
+        run(npu, make_slice(64, 256), 32)
+        npu.close()
     assert (npu.compiled_count, npu.loaded_count) == (2, 1)
     [blob] = (cache_folder / "graphs").glob("*.bin")
     blob.write_bytes(b"damaged")
