@@ -111,7 +111,7 @@ LOAD_EFFECTS: Final = (
     Effect(
         "gpu_threads",
         lambda facts: _is_device(facts, "sim") or _takes(facts, "gpu_threads"),
-        "the GPU of a Snapdragon has no threads",
+        "only a GPU on CPU cores has threads",
     ),
     Effect(
         "npu_threads",
