@@ -252,7 +252,7 @@ class TestEmulator:
 
     def test_a_wrong_result_fails_the_self_test(self, npu, monkeypatch):
         monkeypatch.setattr(
-            "heterollm.kernels.npu.qnn.linear_errors", lambda y, e: linear_errors(y * 1.01, e)
+            "heterollm.kernels.npu.self_test.linear_errors", lambda y, e: linear_errors(y * 1.01, e)
         )
         with pytest.raises(DeviceError, match="wrong numbers"):
             npu.self_test()
