@@ -12,10 +12,17 @@ import numpy as np
 
 from heterollm.kernels.npu import ContextPackager, GraphKeeper, NpuBackend, TimeKind
 from heterollm.kernels.ops import Power
-from heterollm.kernels.threads import ThreadSplit, allowed_cores, biggest_cores, pin_current_thread
+from heterollm.kernels.threads import (
+    ThreadSplit,
+    allowed_cores,
+    biggest_cores,
+    middle_cores,
+    pin_current_thread,
+)
 
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import GpuRuntime
+    from heterollm.kernels.sync import SharedArenas
 
 
 class PowerSwitch(Protocol):
@@ -54,6 +61,7 @@ class Device:
         packager: The NPU, if it can put several graphs into one context.
         keeper: The NPU, if it can keep graphs in a folder.
         memory_bytes: Memory that a model can have on a modelled phone; None where the system is asked.
+        arenas: Memory that both processors use without copies; None where no driver offers it.
     """
 
     name: str
@@ -69,6 +77,7 @@ class Device:
     packager: ContextPackager | None = None
     keeper: GraphKeeper | None = None
     memory_bytes: int | None = None
+    arenas: SharedArenas | None = None
 
     @property
     def standard_lengths(self) -> tuple[int, ...]:
@@ -89,10 +98,14 @@ class Device:
         return pin_current_thread(self.engine_cores())
 
     def engine_cores(self) -> tuple[int, ...]:
-        """Return the cores of the engine thread: those of an NPU on CPU cores, else the biggest ones."""
+        """Return the cores of the engine thread, which also polls.
+
+        They are those of an NPU on CPU cores, else by power: the biggest ones, middle ones, or all.
+        """
         if self.split.npu_cores:
             return self.split.npu_cores
-        return allowed_cores() if self.power == "default" else biggest_cores()
+        chosen = {"burst": biggest_cores, "balanced": middle_cores, "default": allowed_cores}
+        return chosen[self.power]()
 
     def description(self) -> dict[str, Any]:
         """Return processors, drivers and thread split, which identify measurements."""

@@ -43,6 +43,10 @@ from .shards import NpuShard as NpuShard
 from .shards import ScoresShard as ScoresShard
 from .shards import ShardKey as ShardKey
 from .shards import WeightShard as WeightShard
+from .shared_memory import SharingEdges as SharingEdges
+from .shared_memory import rpcmem as rpcmem
+from .small_shard import exact_product as exact_product
+from .small_shard import small_shard as small_shard
 from .tensors import KEYS as KEYS
 from .tensors import QUERIES as QUERIES
 from .tensors import SCORES as SCORES

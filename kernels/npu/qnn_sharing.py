@@ -8,8 +8,6 @@ crashes there (SIGSEGV).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,25 +16,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from msgspec import to_builtins
 from numpy.typing import NDArray
 
 from heterollm.base import (
-    CacheError,
     DeviceError,
     GraphError,
     HeteroLLMError,
-    atomic_path,
-    cache_name,
-    decode,
-    decode_json,
+    KeptResult,
     delete,
     format_bytes,
-    load_or_make,
-    own_folder,
     scratch_folder,
 )
-from heterollm.kernels.formats import QuantizedTensor, linear_errors
+from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.npu.contexts import SharingVerdict
 from heterollm.kernels.npu.graphs import GRAPH_VERSION, write_graph
 from heterollm.kernels.npu.qnn_binaries import GRAPHS_FOLDER
@@ -44,6 +35,7 @@ from heterollm.kernels.npu.qnn_child import answer_parent, run_child
 from heterollm.kernels.npu.qnn_compile import compile_shared
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_context, provider_metadata, qnn_versions
 from heterollm.kernels.npu.shards import LinearShard
+from heterollm.kernels.npu.small_shard import exact_product, small_shard
 from heterollm.kernels.npu.tensors import INPUT
 
 REUSED_IO_OPTION: Final = "htp_reused_io_limit_mb"
@@ -55,28 +47,16 @@ TIMEOUT_S: Final = 120.0
 LENGTHS: Final = (32, 64)
 ROWS: Final = 256
 COLUMNS: Final = 1024
-BLOCK: Final = 32
 
 
 def kept_verdict(target: QnnTarget, soc_model: str) -> SharingVerdict:
     """Return the verdict that the cache keeps for this machine; run the self-test if there is none."""
-    return load_or_make(
-        _verdict_file(target, soc_model),
-        "testing contexts with shared weights again",
-        read=_read,
-        make=lambda: run_sharing_test(target, loads=not target.emulator),
-        text=_text,
-    )
+    return verdict_file(target, soc_model).load(lambda: run_sharing_test(target, loads=not target.emulator))
 
 
-def keep_verdict(target: QnnTarget, soc_model: str, verdict: SharingVerdict) -> None:
-    """Replace the kept verdict.
-
-    Raises:
-        CacheError: The cache cannot be written.
-    """
-    with atomic_path(_verdict_file(target, soc_model)) as path:
-        path.write_text(_text(verdict), "utf-8")
+def verdict_file(target: QnnTarget, soc_model: str) -> KeptResult[SharingVerdict]:
+    """Return where the cache keeps the verdict for this machine."""
+    return KeptResult(GRAPHS_FOLDER, "shared contexts", machine_key(target, soc_model), SharingVerdict)
 
 
 def run_sharing_test(target: QnnTarget, *, loads: bool, timeout_s: float = TIMEOUT_S) -> SharingVerdict:
@@ -87,7 +67,7 @@ def run_sharing_test(target: QnnTarget, *, loads: bool, timeout_s: float = TIMEO
         loads: Whether to load it; without, it is only measured.
         timeout_s: Longest time to load and run.
     """
-    shard = _shard()
+    shard = small_shard("sharing", ROWS, COLUMNS)
     try:
         with scratch_folder("heterollm-sharing-") as folder:
             models = _compiled(shard, target, folder)
@@ -145,10 +125,9 @@ def _run(
     }
     task = "test of a context with shared weights"
     run_child(__spec__.name, request, folder / "answer", task, timeout_s=timeout_s)
-    exact = shard.weight.dequantize().astype(np.float64).T  # type: ignore[union-attr]
     for turn in (0, 1):
         for number, x in enumerate(inputs):
-            errors = linear_errors(np.load(_output_file(folder, turn, number)), x.astype(np.float64) @ exact)
+            errors = linear_errors(np.load(_output_file(folder, turn, number)), exact_product(shard, x))
             if not errors.within("fp16"):
                 raise GraphError(
                     f"A context with shared weights computes wrong numbers at {len(x)} tokens, opening "
@@ -184,20 +163,9 @@ def _inputs() -> list[NDArray[np.float16]]:
     return [generator.standard_normal((length, COLUMNS)).astype(np.float16) for length in LENGTHS]
 
 
-def _shard() -> LinearShard:
-    generator = np.random.default_rng(0)
-    weight = QuantizedTensor(
-        generator.integers(0, 256, (ROWS, COLUMNS // BLOCK, BLOCK // 2), np.uint8),
-        generator.uniform(0.01, 0.02, (ROWS, COLUMNS // BLOCK)).astype(np.float16),
-        None,
-        4,
-        BLOCK,
-    )
-    return LinearShard(weight, 0, "sharing", ((0, ROWS),), "sharing")
-
-
-def _verdict_file(target: QnnTarget, soc_model: str) -> Path:
-    key = {
+def machine_key(target: QnnTarget, soc_model: str) -> dict[str, Any]:
+    """Return what the results of self-tests depend on: software, driver, machine and chip."""
+    return {
         "versions": qnn_versions(),
         "driver": () if target.emulator else provider_metadata(),
         "machine": (platform.system(), platform.machine(), target.emulator),
@@ -205,17 +173,6 @@ def _verdict_file(target: QnnTarget, soc_model: str) -> Path:
         "options": target.options,
         "graph_version": GRAPH_VERSION,
     }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return own_folder(GRAPHS_FOLDER) / f"{cache_name('shared contexts', digest)}.json"
-
-
-def _read(content: bytes) -> SharingVerdict:
-    data = decode_json(content, source="The verdict", error=CacheError)
-    return decode(data, SharingVerdict, source="It is no verdict", error=CacheError)
-
-
-def _text(verdict: SharingVerdict) -> str:
-    return json.dumps(to_builtins(verdict))
 
 
 if __name__ == "__main__":
