@@ -39,7 +39,8 @@ from heterollm.kernels.npu.contexts import (
     SharingVerdict,
     context_label,
 )
-from collections.abc import Callable, Collection, Iterator, Sequence
+from heterollm.kernels.npu.forms import experts_forms, integer_forms, reshaped_forms, scores_forms
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_folder, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
     INTEGER_FORMS,
     STANDARD_LENGTHS,
