@@ -37,7 +37,7 @@ class LoadOptions:
     """Options of loading a model.
 
     Args:
-        device: one of :data:`heterollm.kernels.devices.DEVICE_NAMES`, a simulated one, or ``auto``.
+        device: One of :data:`heterollm.kernels.devices.DEVICE_NAMES`, a simulated one, or ``auto``.
         plan: A plan, a plan file, a level (``gpu``, ``npu``, ``layer``; ``tensor``, ``block``: the solver's)
             or ``auto``: of all levels the one predicted fastest, with the split of the cores on ``host``, or
             ``gpu`` as long as the device has no profile.
@@ -56,7 +56,7 @@ class LoadOptions:
             ``experts_gib`` its most popular experts are in memory first.
         context: Positions of a session; the model's own limit, at most 4096, by default.
         gpu_threads: Threads of a GPU on CPU cores.
-        npu_threads: Threads of the NPU on ``host``; 0 leaves it out, on ``snapdragon`` too.
+        npu_threads: Threads of an NPU on CPU cores; 0 leaves that of any device out.
         profile: A profile's file, in place of that of the device.
         power: Clocks and cores to ask for on ``snapdragon``: ``burst``, ``balanced`` or ``default``, which
             asks for none. Other devices ignore it.

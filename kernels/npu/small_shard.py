@@ -14,7 +14,7 @@ BLOCK = 32
 
 
 def small_shard(name: str, rows: int = 64, columns: int = 256) -> LinearShard:
-    """Return the layer; equal names and sizes have equal weights."""
+    """Return the layer, whose weights depend on its size alone."""
     generator = np.random.default_rng(0)
     weight = QuantizedTensor(
         generator.integers(0, 256, (rows, columns // BLOCK, BLOCK // 2), np.uint8),
