@@ -6,8 +6,6 @@ It runs in a child process: a driver may crash, and PoCL takes its threads once 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import logging
 import os
 import platform
@@ -19,17 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from msgspec.json import encode
 
-from heterollm.base import (
-    CacheError,
-    DeviceError,
-    HeteroLLMError,
-    cache_name,
-    decode,
-    decode_json,
-    load_or_make,
-    own_folder,
-    scratch_folder,
-)
+from heterollm.base import DeviceError, HeteroLLMError, KeptResult, scratch_folder
 from heterollm.kernels.devices.choice import GPU_VARIABLES, find_gpus
 from heterollm.kernels.devices.kind import Opening, Race, Seconds
 from heterollm.kernels.threads import allowed_cores, split_threads, whole_cores
@@ -60,17 +48,19 @@ def kept_race() -> Race | None:
 
     That no GPU works is not kept: another start may find one.
     """
-    drivers = sorted(_drivers())
-    if not drivers:
+    if not any(_drivers()):
         return None
-    chosen = [os.environ.get(name, "") for name in GPU_VARIABLES]
-    key = json.dumps([drivers, len(allowed_cores()), platform.machine(), chosen]).encode()
     try:
-        path = own_folder("races") / f"{cache_name('race', hashlib.sha256(key).hexdigest()[:16])}.json"
-        return load_or_make(path, "racing again", read=_read, make=_in_child, text=_text)
+        return _kept().load(_in_child)
     except HeteroLLMError as error:
         logger.info("No GPU takes part in a race: %s", error.message)
         return None
+
+
+def _kept() -> KeptResult[Race]:
+    chosen = [os.environ.get(name, "") for name in GPU_VARIABLES]
+    key = sorted(_drivers()), len(allowed_cores()), platform.machine(), chosen
+    return KeptResult("races", "race", key, Race)
 
 
 def _drivers() -> Iterator[tuple[str, int]]:
@@ -86,16 +76,6 @@ def _drivers() -> Iterator[tuple[str, int]]:
             yield file.name, file.stat().st_mtime_ns
 
 
-def _read(content: bytes) -> Race:
-    source = "The race of GPU and cores"
-    data = decode_json(content, source=source, error=CacheError)
-    return decode(data, Race, source=f"{source} is damaged", error=CacheError)
-
-
-def _text(race: Race) -> str:
-    return encode(race).decode()
-
-
 def _in_child() -> Race:
     from heterollm.kernels.npu import run_child
 
@@ -103,7 +83,7 @@ def _in_child() -> Race:
         result = folder / "race.json"
         request = {"result": str(result)}
         run_child(__spec__.name, request, folder / "answer", "race", timeout_s=TIMEOUT_S)
-        return _read(result.read_bytes())
+        return _kept().read(result.read_bytes())
 
 
 def run_race() -> Race:

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from heterollm.base import DeviceError
+from heterollm.base import DeviceError, KeptResult
 from heterollm.doctor.case import run_case
 from heterollm.doctor.layers import gpu_layer_cases
 from heterollm.kernels.devices import list_devices, open_device, opens_host
@@ -150,7 +150,9 @@ def test_a_gpu_wins_where_the_cores_have_no_opencl(taken_for_gpu, monkeypatch):
     monkeypatch.setattr("heterollm.kernels.devices.gpu.open_cpu", no_cpu)
     race = races.run_race()
     assert race.is_won
-    assert races._read(races._text(race).encode()) == race
+    kept = KeptResult("races", "race", (), Race)
+    kept.keep(race)
+    assert kept.read(kept.path.read_bytes()) == race
     assert str(race).endswith("the cores of this machine have none")
 
 
