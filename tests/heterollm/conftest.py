@@ -15,6 +15,7 @@ import pytest
 from faults import Gate
 
 from heterollm.cli import main
+from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.gpu import is_complete
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.sync.fence import BlockingFence
@@ -1003,6 +1004,21 @@ def half_rows(llm: LLM, chunk: int = 128) -> Plan:
 def half_rows_plan() -> Callable[..., Plan]:
     """Return a function that gives a plan which cuts every group of a loaded model along rows."""
     return half_rows
+
+
+@pytest.fixture
+def worst_logits_db(
+    reference: Callable[[LLM, Path, list[int]], np.ndarray],
+) -> Callable[[LLM, Path], float]:
+    """Return a function that gives the worst logits over a prompt in two chunks and tokens behind it."""
+
+    def worst(llm: LLM, folder: Path) -> float:
+        ids = np.random.default_rng(0).integers(1, 200, 76).tolist()
+        session = llm.session()
+        found = np.stack([*session.prefill(ids[:70], all_logits=True), *map(session.decode, ids[70:])])
+        return min(sqnr_db(*rows) for rows in zip(found, reference(llm, folder, ids), strict=True))
+
+    return worst
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Linear layers that compute the operators around them, in decode passes of a GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import pytest
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.gpu import OpenClRuntime, runtime
 from heterollm.llm import LLM
-from heterollm.solver import Plan
 
 FIVE = ["qkv", "attention", "o", "gate_up", "down"]
 HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
@@ -22,20 +21,19 @@ Load = Callable[..., LLM]
 
 @pytest.fixture
 def load(
-    taken_for_gpu: None, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Load]:
-    """Return a function that loads a random model on a GPU, with checked passes, and closes it at the end."""
-    loaded: list[LLM] = []
+    taken_for_gpu: None,
+    checkpoint: Callable[..., Path],
+    host_llm: Load,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Load:
+    """Return a function that loads a random model on a GPU, with checked passes."""
     monkeypatch.setenv(CHECK_VARIABLE, "1")
 
-    def open_llm(family: str, overrides: dict[str, Any], plan: str | Plan = "gpu", **options: Any) -> LLM:
+    def open_llm(family: str, overrides: dict[str, Any], **options: Any) -> LLM:
         folder = checkpoint(family, **overrides)
-        loaded.append(LLM.load(folder, device="opencl", plan=plan, **{"context": 64, **options}))
-        return loaded[-1]
+        return host_llm(folder, **{"device": "opencl", "plan": "gpu", "context": 64, **options})
 
-    yield open_llm
-    for llm in loaded:
-        llm.close()
+    return open_llm
 
 
 def kernels(llm: LLM, layer: int) -> list[str]:
