@@ -65,8 +65,7 @@ CHANGES: Final = (
         {},
         {
             "gpu.gemm_tflops": 0.65,
-            "gpu.small_tflops": 0.31,
-            "gpu.small_gbps": 25.0,
+            "gpu.small_gweights_per_s": 55.0,
             "gpu.attention_tflops": 0.33,
         },
     ),
