@@ -544,8 +544,7 @@ def main() -> int:
                 unfinished.write_text(text, "utf-8")
     found = list(rows())
     if asked.write:
-        text = "".join(json.dumps(row) + "\n" for row in found)
-        (RESULTS / "anchors.jsonl").write_text(text, "utf-8")
+        (RESULTS / "anchors.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), "utf-8")
     for row in found:
         kind = "used" if row["used"] else "predicted"
         ratio = row["simulated"] / row["measured"]
