@@ -3,17 +3,16 @@
     python bench/anchors.py            # prints every anchor: measured, modelled, ratio
     python bench/anchors.py --write    # fits, writes the YAML files of the SoCs and the rows of the table
 
-An anchor is a speed that others published: :data:`ANCHORS`, with names as in the sources that a row states. About
-half of them are ``used``, the others ``predicted``: no value was chosen by them. All modelled times are
-simulated; nothing here was measured by this project. The 8 Gen 3's NPU with float activations is HeteroLLM's
-(bench/fit_soc.py).
+An anchor is a speed that others published (:data:`ANCHORS`). Less than half of them are ``used``, the
+others ``predicted``: no value was chosen by them. All modelled times are simulated; nothing here was measured
+by this project. The 8 Gen 3's NPU with float activations is HeteroLLM's (bench/fit_soc.py).
 
 Each value follows from one or two anchors by arithmetic, so that the fit has no start and no end to tune:
 
-- GPU: :data:`EFFICIENCY_MANY` by generation and :data:`EFFICIENCY_ONE` are the shares of issue slots that public
-  kernels fill; the bandwidth of each GPU is that of its kernels on 8 and 16 bits. This program's kernels are
-  taken to fill :data:`OWN_SHARE` of the slots that the public ones fill with many tokens, and as many with one;
-  their slots are the compiler's (bench/adreno_static.py).
+- GPU: :data:`EFFICIENCY_MANY` by generation and :data:`EFFICIENCY_ONE` give the shares of issue slots that
+  public kernels fill; the bandwidth of each GPU is that of its kernels on 8 and 16 bits. This program's
+  kernels are taken to fill :data:`OWN_SHARE` of what the public ones fill with many tokens, and as much with
+  one; their slots are the compiler's (bench/adreno_static.py).
 - NPU: a pass of a whole model has a constant and a rate, by an 8B and a 1B; for prompts, decode and float
   activations alike. The 8 Gen 3 has no public 1B for the fit: its constants are those of the 8 Elite.
 """
@@ -142,8 +141,8 @@ NPU_FITS: Final[Mapping[str, tuple[str, str, str]]] = {
 """Anchors of an 8B and a 1B on integers, and of a 3B on floats."""
 
 OWN_SHARE: Final = math.sqrt(1 / 3)
-"""Slots that this program's kernel for many tokens fills, over llama.cpp's: a prior, between its generic kernel,
-which had a third of its Adreno one on an X Elite (llama.cpp#19840: 64 and 214 tokens a second), and 1."""
+"""Slots that this program's kernel for many tokens fills, over llama.cpp's: a prior, between its generic
+kernel, which had a third of its Adreno one on an X Elite (llama.cpp#19840: 64 of 214 tokens/s), and 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +207,7 @@ b2 | AI Hub | llama-3.2-3b | 1635 | 30.0 | - | ai-hub-models 1db1fe5
 b3 | AI Hub | qwen3-4b | 1951 | 24.9 | - | ai-hub-models 1db1fe5
 b3 | AI Hub | qwen3-8b | 1120 | 13.7 | - | ai-hub-models 1db1fe5
 b4 | AI Hub, float activations | llama-3.2-3b | 623 | 12.7 | pd | ai-hub-models 1db1fe5
-b4 | AI Hub, float activations | llama-3.2-3b | 1451 | 13.8 | - | ai-hub-models b61a009, contradicts the row above
+b4 | AI Hub, float activations | llama-3.2-3b | 1451 | 13.8 | - | ai-hub-models b61a009
 b4 | AI Hub, float activations | llama-3.2-1b | 1461 | 31.5 | - | ai-hub-models 1db1fe5
 b5 | PowerServe | llama-3.1-8b | 509 | 12.5 | - | README at 0c9ca8e
 b5 | PowerServe | llama-3.2-1b | 1952 | 59 | - | README at 0c9ca8e
@@ -295,8 +294,8 @@ e10 | GPU reads | GB/s | 0 | 129 | - | public log
 )
 """Left out, since no part of the model states them: speeds of a CPU (a14, b11, d12, d13), single calls (b12,
 c12, d14, which the files hold as costs of a run and a map), degraded runs (d6), kernels and matrix units that
-this program lacks (a15, e9), joint bandwidth (a1's second number, which the paper's file holds), and models of
-unknown size (a13, e8's Gemma 4 12B, Falcon 7B, ChatGLM2)."""
+this program lacks (a15, e9), joint bandwidth (a1's second number, which the paper's file holds), and models
+of unknown size (a13, e8's Gemma 4 12B, Falcon 7B, ChatGLM2)."""
 
 
 # -- what the model says ---------------------------------------------------------------------------------
@@ -379,8 +378,11 @@ def gpu_bandwidth(chip: str) -> float:
 
 @cache
 def own_slots() -> tuple[float, float, float, float]:
-    """Return the slots of this program's kernels: of a product and a weight, of a product with few tokens, and
-    of one in attention. By clang and Mesa for an Adreno 740; a half product takes half a slot."""
+    """Return the slots of this program's kernels, by clang and Mesa for an Adreno 740.
+
+    They are those of a product with many tokens (a half one takes half a slot), of a weight with one, of a
+    product with few, and of one in attention.
+    """
     table = json.loads((RESULTS / "adreno_static.json").read_text("utf-8"))["tables"]["llvm 740"]
     many, one, few, scores = (
         table[name]

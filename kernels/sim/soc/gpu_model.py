@@ -2,10 +2,10 @@
 
 A linear layer has two kernels, and the faster runs. One for few tokens unpacks weights as it reads them:
 ``max(bytes / bandwidth, weights / unpacked, operations / small)``. One for many multiplies in tiles:
-``max(bytes / bandwidth, operations / gemm)``. The rates are issue slots: what a chip issues in a second, times
-the share that a kernel reaches, over its slots for a product or a weight. HeteroLLM's kernel for many brings
-all weights into tiles first, unpacked: ``weights / prepare`` is a floor that more tokens share. The FP16
-weights of llm.npu's Table 3 show the same floor as HeteroLLM's 4-bit ones. What the queue
+``max(bytes / bandwidth, operations / gemm)``. The rates are issue slots: what a chip issues in a second,
+times the share that a kernel reaches, over its slots for a product or a weight. HeteroLLM's kernel for many
+brings all weights into tiles first, unpacked: ``weights / prepare`` is a floor that more tokens share. The
+FP16 weights of llm.npu's Table 3 show the same floor as HeteroLLM's 4-bit ones. What the queue
 costs between kernels (``gpu.kernel_gap_us``) and what a hand-over costs are not in these times. (HeteroLLM,
 section 3.1; ``docs/soc-model.md``.)
 """

@@ -14,9 +14,11 @@ from types import ModuleType
 import pytest
 
 from heterollm.kernels.sim.soc.parameters import load_soc
+from heterollm.simulate.goals import PUBLIC_SPEEDS
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = str(ROOT / "bench")
+PHASES = ("prefill", "decode")
 
 
 @pytest.fixture
@@ -55,9 +57,6 @@ def test_the_fit_never_sees_what_is_predicted(anchors: ModuleType, monkeypatch: 
     assert {chip: anchors.fitted(chip) for chip in anchors.CHIPS} == before
 
 
-PHASES = ("prefill", "decode")
-
-
 @pytest.mark.parametrize(
     ("engine", "phase", "least", "median", "most"),
     [
@@ -89,3 +88,12 @@ def test_used_speeds_come_back(anchors: ModuleType) -> None:
         # One share of slots stands for three engines with one token, which differ by a factor of two.
         bound = 0.36 if row["anchor"] in anchors.EFFICIENCY_ONE and row["phase"] == "decode" else 0.11
         assert not row["used"] or abs(ratio - 1) < bound, row
+
+
+def test_public_speeds_of_goals_are_anchors(anchors: ModuleType) -> None:
+    for (soc, model), public in PUBLIC_SPEEDS.items():
+        chips = [chip for chip, own in anchors.CHIPS.items() if own.soc == soc]
+        rows = [one for one in anchors.ANCHORS if [one.chip] == chips and one.model == model]
+        fastest = max(rows, key=lambda one: one.prefill)
+        assert (public.prefill, public.decode) == (fastest.prefill, fastest.decode)
+        assert public.engine.partition(",")[0] in fastest.engine
