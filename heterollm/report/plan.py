@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from heterollm.base import GIB, format_bytes, format_duration
-from heterollm.kernels.ops import ffn_specs
+from heterollm.kernels.ops import joined_specs
 from heterollm.planning import profile_words
 from heterollm.report.console import table
 from heterollm.report.plan_experts import experts_report
@@ -117,7 +117,7 @@ def held_words(model: ProfiledModel, plan: Plan) -> str:
 def slices_table(model: ProfiledModel, plan: Plan) -> Table:
     """Return the resident slices of a plan with the lengths and the memory of their graphs."""
     made = table("group", ">rows of each member", "lengths", ">graphs", ">memory", title="The NPU's graphs")
-    specs = (*model.specs, *ffn_specs(model.specs))
+    specs = (*model.specs, *joined_specs(model.specs))
     for held in plan.slices:
         layers = sum(held.holds(spec) for spec in specs)
         own = structs.replace(plan, slices=(held,), entries=(), schedule=None, techniques=())

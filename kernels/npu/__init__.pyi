@@ -44,7 +44,9 @@ from .shards import ScoresShard as ScoresShard
 from .shards import ShardKey as ShardKey
 from .shards import StreamNorm as StreamNorm
 from .shards import WeightShard as WeightShard
+from .tensors import INPUT as INPUT
 from .tensors import KEYS as KEYS
+from .tensors import OUTPUT as OUTPUT
 from .tensors import QUERIES as QUERIES
 from .tensors import SCORES as SCORES
 from .tensors import STREAM as STREAM

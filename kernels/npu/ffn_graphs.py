@@ -62,8 +62,7 @@ def build_ffn(
     bounds, output = None, target
     if shard.fused is not None:
         fused, source, attention = shard.fused, f"{prefix}normed", source
-        integer = form in ("ffn_int8", "ffn_k_chunked_int8")
-        add_linear(body, fused.weight, attention, "o", prefix=f"{prefix}o_", integer_inputs=integer)
+        add_linear(body, fused.weight, attention, "o", prefix=f"{prefix}o_")
         body.add("Add", ["o", STREAM], "sum")
         add_norm(body, fused.norm, "sum", source)
         output = "network" if fused.is_added else target

@@ -14,11 +14,11 @@ from heterollm.kernels.npu.shapes import (
 
 FUSED_FORMS: frozenset[GraphForm] = frozenset(
     {
-        *("matmul_nbits", "matmul_nbits_int8", "k_chunked", "k_chunked_int8", "integer"),
-        *("ffn", "ffn_int8", "ffn_k_chunked", "ffn_k_chunked_int8", "ffn_integer"),
+        *("matmul_nbits", "k_chunked", "integer"),
+        *("ffn", "ffn_k_chunked", "ffn_integer"),
     }
 )
-"""Forms of graphs with a norm of the residual stream, all with rows of tokens, for weights in 4-bit blocks."""
+"""Forms of graphs with a norm of the residual stream, all for rows of tokens and weights in blocks."""
 
 SCORES_TILE_TOKENS = 32
 """Hexagon pads scores to tiles of 32 tokens."""
@@ -53,8 +53,7 @@ def fused_forms(shape: WeightShape, forms: tuple[GraphForm, ...]) -> tuple[Graph
     """Return those of some forms in which a graph can have a norm of the residual stream, if it has one."""
     if not shape.normed:
         return forms
-    in_blocks = shape.weight.quantized and shape.weight.scales != "tensor"
-    return tuple(form for form in forms if in_blocks and form in FUSED_FORMS)
+    return tuple(form for form in forms if shape.weight.in_blocks and form in FUSED_FORMS)
 
 
 def scores_forms(length: int) -> tuple[GraphForm, ...]:

@@ -1,29 +1,21 @@
-"""Graphs with a norm of the residual stream: norm with q, k, v, and o, sum, norm with a feed-forward network."""
-
-import dataclasses
+"""Graphs with a norm of the residual stream: before q, k, v; and between o and a feed-forward network."""
 
 import numpy as np
 import pytest
 
-from heterollm.base import GraphError
 from heterollm.kernels.formats import linear_errors, quantize, take_columns, take_rows
 from heterollm.kernels.formats.edge_codes import CodeGrid
 from heterollm.kernels.npu import (
     FfnRanges,
-    FfnShape,
     FfnShard,
     FusedOutput,
     FusedRanges,
     LinearRanges,
-    LinearShape,
     LinearShard,
     StreamNorm,
     qnn_available,
     step_of,
 )
-from heterollm.kernels.npu.graphs import shard_digest
-from heterollm.kernels.npu.qnn import BLOCK_OPTION
-from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 emulated = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
