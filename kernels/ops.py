@@ -277,6 +277,11 @@ class OpSpec:
         return self.group in FUSED
 
     @property
+    def timed_group(self) -> Group:
+        """The group by which profiles know times of its graphs: that without the norm, and without ``o``."""
+        return {"norm_qkv": "qkv", "o_ffn": "ffn"}.get(self.group, self.group)
+
+    @property
     def input_columns(self) -> int:
         """Width of the input :attr:`source`; an ``o_ffn`` group reads the residual stream, too."""
         return self.columns if self.first is None else self.first.columns

@@ -1,5 +1,6 @@
 from .contexts import ContextGraph as ContextGraph
 from .contexts import ContextPackager as ContextPackager
+from .forms import FUSED_FORMS as FUSED_FORMS
 from .forms import every_form as every_form
 from .graphs import GRAPH_VERSION as GRAPH_VERSION
 from .host import HostNpu as HostNpu

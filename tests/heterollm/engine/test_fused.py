@@ -9,7 +9,6 @@ import pytest
 from gates import LOGITS_SQNR_DB
 from msgspec import structs
 
-from heterollm.base import PlanError
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
 from heterollm.solver import Plan
