@@ -118,9 +118,7 @@ class ProfiledModel:
         if self.has_fused:
             return ""
         found = (fusion_obstacle(self.config, layer) for layer in range(self.config.layers))
-        return next(
-            filter(None, found), "fused graphs have weights in blocks, and float or 16-bit activations"
-        )
+        return next(filter(None, found), "fused graphs have weights in blocks and no 8-bit activations")
 
     @cached_property
     def has_linears(self) -> bool:
