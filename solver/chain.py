@@ -14,7 +14,7 @@ from typing import TypeAlias
 from heterollm.kernels.ops import OpSpec
 from heterollm.solver.candidates import NpuLimits, Splits
 from heterollm.solver.costs import Costs
-from heterollm.solver.ffn import ffn_groups
+from heterollm.solver.ffn import entry_group, ffn_groups
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option, ffn_options, group_options, whole_cost_of
 from heterollm.solver.submissions import LayerGroup, solve_layer, submits_singly
@@ -134,7 +134,7 @@ def solve_chain(
     if ffn.place not in known:
         rows = None if splits is None else splits.get(ffn.place, {})
         known[ffn.place] = ffn_options(ffn, tokens, limits, costs, objective, rows, shortest, whole_cost)
-    own = _GroupOptions(ffn, costs.between_us(ffn, tokens), *known[ffn.place])
+    own = _GroupOptions(ffn, costs.between_us(entry_group(ffn), tokens), *known[ffn.place])
     if not own.allowed:
         rejected = (own.choice(own.rejected[0]),) if own.rejected else ()
         return Chain(as_groups.choices, layers * as_groups.time_us, rejected)

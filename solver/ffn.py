@@ -29,6 +29,11 @@ def first_group(spec: OpSpec) -> OpSpec:
     return spec if spec.then is None else ffn_groups(spec)[0]
 
 
+def entry_group(spec: OpSpec) -> OpSpec:
+    """Return the group whose glue operators come before a group or ffn: ``gate_up`` of a plain ffn."""
+    return spec if spec.first is not None else first_group(spec)
+
+
 @lru_cache(maxsize=256)
 def ffn_shard(ffn: OpSpec, width: int) -> OpSpec:
     """Return the shard of an ffn with some of the intermediate width."""

@@ -12,6 +12,7 @@ from heterollm.kernels.ops import PARTS, OpSpec, Phase
 from heterollm.model import kinds_of_specs
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
+from heterollm.solver.ffn import entry_group
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option, evaluate
 from heterollm.solver.placements import Placement
@@ -150,7 +151,7 @@ def predict_pass(
             option = evaluate(spec, rows, _with_form(placement, spec, costs, limits), costs)
             if option is None:
                 return None
-            found.append(PredictedOperator(spec, rows, option, costs.between_us(spec, rows)))
+            found.append(PredictedOperator(spec, rows, option, costs.between_us(entry_group(spec), rows)))
         return found
 
     kinds = []
@@ -188,7 +189,7 @@ def layer_cost(
     total = 0.0
     for spec, placement in decisions:
         option = evaluate(spec, tokens, placement, costs, objective)
-        between_us = costs.between_us(spec, tokens)
+        between_us = costs.between_us(entry_group(spec), tokens)
         own = math.inf if option is None else option.cost
         total += own + objective.cost(between_us, between_us, 0.0)
     return total
@@ -210,7 +211,7 @@ def layer_time_us(
         option = evaluate(spec, tokens, placement, costs)
         if option is None:
             return math.inf
-        between_us = costs.between_us(spec, tokens)
+        between_us = costs.between_us(entry_group(spec), tokens)
         specs.append(spec)
         chosen.append(option)
         time_us += between_us + option.time_us

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from heterollm.kernels.ops import OpSpec
 from heterollm.solver.costs import Costs, Overheads
-from heterollm.solver.ffn import ffn_groups
+from heterollm.solver.ffn import entry_group, ffn_groups
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import UNSURE_FRACTION, Option
 
@@ -56,7 +56,7 @@ class LayerGroup:
         gate_up, down = ffn_groups(spec)
         kernels = 2 + len(costs.kernels_us(down))
         kernels += 0 if spec.first is None else 1 + len(costs.kernels_us(gate_up))
-        return cls(spec, costs.kernels_us(spec), items, kernels)
+        return cls(spec, costs.kernels_us(entry_group(spec)), items, kernels)
 
 
 class _Timeline:
