@@ -132,7 +132,8 @@ class RangeCheck:
         config = self._weights.config
         factors = self._weights.norm(layer, norm_before(config, layer, group)) + config.norm_offset
         mean = np.square(stream, dtype=np.float64).mean(axis=1, keepdims=True)
-        return (stream / np.sqrt(mean + config.rms_norm_eps) * factors).astype(np.float32)
+        normed: Floats = (stream / np.sqrt(mean + config.rms_norm_eps) * factors).astype(np.float32)
+        return normed
 
 
 def silu(gate: Floats) -> Floats:

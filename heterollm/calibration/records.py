@@ -160,8 +160,10 @@ class FfnCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     def ranges(self, linears: Linears) -> FfnRanges:
         """Return all ranges, those of shards among them, with the layer's linears."""
         first, last = linears[self.layer, "gate_up"], linears[self.layer, "down"]
-        inner = *first.outputs, self.activated, last.inputs, max(last.outputs)
-        return FfnRanges(first.inputs, *inner, self.partial if _is_range(self.partial) else None)
+        gate, up = first.outputs
+        partial = self.partial if _is_range(self.partial) else None
+        outer = last.inputs, max(last.outputs), partial
+        return FfnRanges(first.inputs, gate, up, self.activated, *outer)
 
 
 class StreamCalibration(Struct, frozen=True, forbid_unknown_fields=True):
@@ -404,12 +406,12 @@ def _mistakes(found: Calibration) -> Iterator[str]:
             yield from int8_mistakes(f"{where}.int8", one.int8, one.inputs, members)
         if found.decision is not None and (one.int8 is None or one.int8.activations is None):
             yield f"{where}.int8.activations: none, although there is a decision"
-    for place, one in enumerate(found.streams):
+    for place, own in enumerate(found.streams):
         needed = ("qkv", "o", "gate_up", "down")
-        if lacking := [group for group in needed if (one.layer, group) not in seen]:
-            yield f"streams[{place}].layer: linears lack {lacking[0]} of layer {one.layer}"
-        errors = one.norm_errors, one.errors, one.split_errors
-        if any(map(_passed, errors)) and not (_is_range(one.stream) and _is_range(one.sums)):
+        if lacking := [group for group in needed if (own.layer, group) not in seen]:
+            yield f"streams[{place}].layer: linears lack {lacking[0]} of layer {own.layer}"
+        checks = own.norm_errors, own.errors, own.split_errors
+        if any(map(_passed, checks)) and not (_is_range(own.stream) and _is_range(own.sums)):
             yield f"streams[{place}]: no ranges, although the check of their ranges passed"
     yield from head_mistakes(found.heads)
     yield from routing_mistakes(found.routing, found.windows)
