@@ -196,8 +196,8 @@ def _ffn_errors(
         down: Weights of down.
         exact_x: The input.
         x: The input on its grid.
-        exact_added: What is added to the output of the whole ffn.
-        added: The same on its grid; None for nothing.
+        exact_added: Addend of the output of the whole ffn.
+        added: The same on its grid; None for none.
     """
     gate_weight, up_weight = gate_up
     exact_product = silu(exact_x @ gate_weight.T) * (exact_x @ up_weight.T)

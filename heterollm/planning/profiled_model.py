@@ -114,7 +114,7 @@ class ProfiledModel:
 
     @cached_property
     def unfused(self) -> str:
-        """What keeps every layer's groups from being fused, in words; empty for nothing."""
+        """The reason, in words, why no layer's groups are fused; empty where some may be."""
         if self.has_fused:
             return ""
         found = (fusion_obstacle(self.config, layer) for layer in range(self.config.layers))
