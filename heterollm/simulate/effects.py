@@ -71,7 +71,7 @@ CASE_EFFECTS: Final = (
         "plan_for",
         _is_solved,
         "levels gpu, npu and layer follow a rule for all lengths",
-        "Choose level tensor or block",
+        "Choose level tensor, block or fused",
     ),
 )
 """Conditions by the names of the command's options."""
