@@ -1,5 +1,6 @@
 from .contexts import ContextGraph as ContextGraph
 from .contexts import ContextPackager as ContextPackager
+from .forms import FUSED_FORMS as FUSED_FORMS
 from .forms import every_form as every_form
 from .graphs import GRAPH_VERSION as GRAPH_VERSION
 from .host import HostNpu as HostNpu
@@ -26,6 +27,7 @@ from .qnn_contexts import chosen_context_layers as chosen_context_layers
 from .qnn_runtime import qnn_available as qnn_available
 from .qnn_socs import SOCS as SOCS
 from .ranges import FfnRanges as FfnRanges
+from .ranges import FusedRanges as FusedRanges
 from .ranges import LinearRanges as LinearRanges
 from .ranges import ShadowRanges as ShadowRanges
 from .ranges import StaticRanges as StaticRanges
@@ -37,15 +39,20 @@ from .shapes import LinearShape as LinearShape
 from .shapes import ScoresShape as ScoresShape
 from .shards import ExpertsShard as ExpertsShard
 from .shards import FfnShard as FfnShard
+from .shards import FusedOutput as FusedOutput
 from .shards import GraphShard as GraphShard
 from .shards import LinearShard as LinearShard
 from .shards import NpuShard as NpuShard
 from .shards import ScoresShard as ScoresShard
 from .shards import ShardKey as ShardKey
+from .shards import StreamNorm as StreamNorm
 from .shards import WeightShard as WeightShard
+from .tensors import INPUT as INPUT
 from .tensors import KEYS as KEYS
+from .tensors import OUTPUT as OUTPUT
 from .tensors import QUERIES as QUERIES
 from .tensors import SCORES as SCORES
+from .tensors import STREAM as STREAM
 from .tensors import GraphTensors as GraphTensors
 from .tensors import NamedArrays as NamedArrays
 from .tensors import check_arrays as check_arrays
