@@ -19,9 +19,12 @@ from heterollm.kernels.formats import LARGEST_CODE, CodeGrid, QuantizedTensor, b
 from heterollm.kernels.gpu import (
     KV_CODES,
     STEP_WORDS,
+    AddedToStream,
     DeltaShape,
+    Ending,
     ExpertLists,
     ExpertShape,
+    Gated,
     GlueKernels,
     GpuLinear,
     GpuRuntime,
@@ -31,8 +34,10 @@ from heterollm.kernels.gpu import (
     KernelParameters,
     KernelStyle,
     KvLayer,
+    NormedInput,
     NpuCodes,
     RecurrentLayer,
+    Rotated,
     Rotation,
     RoundedInputs,
     ScoreMemory,
@@ -128,7 +133,9 @@ class ProgramRecorder:
     """
 
     def __init__(self, runtime: GpuRuntime) -> None:
-        self.traits = runtime.traits
+        # Layers of real models have more rows, hence two work-groups for each of the phone's compute units.
+        self.traits = replace(runtime.traits, compute_units=1)
+        self.fuses_launches = True
         self.label = ""
         self.programs: dict[str, Program] = {}
         self._runtime = runtime
@@ -340,6 +347,35 @@ def _record_streams(runtime: ProgramRecorder, slot: SharedArray) -> None:
     activate(layers, gate, slot, factors=TokenFactors(slot, COLUMNS, 0), **sizes)
 
 
+def _record_endings(runtime: ProgramRecorder, slot: SharedArray) -> None:
+    """Note linear layers of one token with the operators around them."""
+    normed, place = NormedInput(slot, slot, 32, COLUMNS, 1e-5), (np.int32(0), np.int32(0))
+    sizes = map(np.int32, (2, 1, 512))
+    cached = (slot, np.int32(0), np.float32(0), slot, slot, slot, slot, *place, *sizes)
+    for rounds in (False, True):
+        rounded = RoundedInputs(slot, slot, 4, BLOCK) if rounds else None
+        pack = functools.partial(GpuLinear.pack, activation_dtype=np.float16, integer_inputs=rounds)
+        layer = pack(runtime, [_weight(4)] * 2)
+        endings: tuple[tuple[str, NormedInput | None, Ending], ...] = (
+            ("added", None, AddedToStream.of(runtime, slot, None, slot, ROWS, 1e-5, rounded)),
+            ("normed gated", normed, Gated(slot, None, 0, 2, rounded)),
+            *(
+                (
+                    f"normed rotated hd{size}",
+                    normed,
+                    Rotated(slot, None, size, {"KV_HALF": 1, "ROTARY": size}, cached),
+                )
+                for size in (64, 128)
+            ),
+        )
+        for name, before, ending in endings:
+            runtime.label = f"linear w4{'a8' if rounds else ''} f16 T1"
+            launch = layer.launch(slot, slot, tokens=1, style="simt", rounded=rounded, label="linear")
+            assert launch.remade is not None
+            runtime.label += f" {name}"
+            launch.remade(before, ending)
+
+
 def _record_code_cache(runtime: ProgramRecorder, slot: SharedArray, heads: tuple[int, int, int]) -> None:
     layers, shape = GlueKernels(runtime, np.float16, KV_CODES, style="simt"), HeadShape(*heads, 512)
     step, cache = runtime.shared((STEP_WORDS,), np.int32), KvLayer(slot, STEP_WORDS)
@@ -433,6 +469,7 @@ def programs() -> tuple[Program, ...]:
     runtime = ProgramRecorder(open_device("sim:snapdragon-8gen3").gpu)
     slot = runtime.shared((SLOT_BYTES,), np.uint8)
     _record_linears(runtime, slot)
+    _record_endings(runtime, slot)
     for heads in HEADS:
         _record_glue(runtime, slot, heads, rounds=False)
     _record_glue(runtime, slot, HEADS[0], rounds=True)

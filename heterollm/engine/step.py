@@ -67,6 +67,10 @@ class Buffer:
         return f"{self.name}[{self.start}:{'' if self.stop is None else self.stop}]"
 
 
+HANDED: Final = Buffer("next_input")
+"""GPU memory for a normed input that a linear layer hands to the next one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """A wait of the host for the GPU.

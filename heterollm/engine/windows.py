@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from heterollm.engine.pass_times import NEWEST
-from heterollm.engine.step import Call, Step
+from heterollm.engine.step import HANDED, Call, Step
 
 NORMS: Final = ("norm", "residual")
 """Operators at the begin of a stage, before which no kernel's scratch memory is in use."""
@@ -151,7 +151,7 @@ def find_pieces(steps: Sequence[Step], calls: Sequence[Call]) -> tuple[PassPiece
     """Return the pieces of a pass with its head, without the wait at the end; none if it waits in between."""
     if steps[-1].action != "finish" or any(one.action not in ("kernel", "flush") for one in steps[:-1]):
         return ()
-    cuts = [at for at, one in enumerate(steps) if at and one.operator in NORMS]
+    cuts = [at for at, one in enumerate(steps) if at and (one.operator in NORMS or HANDED in one.reads)]
     ranges = list(zip([0, *cuts], [*cuts, len(steps) - 1], strict=True))
     sizes = [sum(one.work.weight_bytes for one in steps[a:b] if one.work is not None) for a, b in ranges]
     total = sum(sizes) or 1

@@ -15,6 +15,12 @@ from .codes import COUNT_WORDS as COUNT_WORDS
 from .codes import FACTOR_BYTES as FACTOR_BYTES
 from .codes import LARGEST_CODE_BYTES as LARGEST_CODE_BYTES
 from .codes import NpuCodes as NpuCodes
+from .endings import AddedToStream as AddedToStream
+from .endings import Ending as Ending
+from .endings import Gated as Gated
+from .endings import NormedInput as NormedInput
+from .endings import Rotated as Rotated
+from .endings import groups_of as groups_of
 from .expert_lists import COUNTED_PAIRS as COUNTED_PAIRS
 from .expert_lists import ExpertLists as ExpertLists
 from .expert_lists import ExpertShape as ExpertShape
@@ -34,6 +40,7 @@ from .heads import Rotation as Rotation
 from .heads import Scores as Scores
 from .launch import Argument as Argument
 from .launch import Launch as Launch
+from .launch import OpenClLaunch as OpenClLaunch
 from .linear import GpuLinear as GpuLinear
 from .memory import DeviceMemory as DeviceMemory
 from .memory import MemoryKind as MemoryKind

@@ -52,8 +52,14 @@ class _Grouped(LinearRequest):
         """Macros of the kernel."""
         return {"GROUPED": 1}
 
-    def grid(self, parameters: KernelParameters, tiles: int) -> LaunchGrid:
+    @property
+    def is_plain(self) -> bool:
+        """Whether a launch may take a normed input or an ending."""
+        return False
+
+    def grid(self, parameters: KernelParameters, tiles: int, units: int, block: int) -> LaunchGrid:
         """Return a grid with one step of rows for each place."""
+        del units, block
         parameters = replace_struct(parameters, token_step=max(self.step, parameters.token_step))
         grid = parameters.grid(self.step, tiles)
         width, items = grid.global_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,14 +23,22 @@ class Launch(ABC):
         kernel: The runtime's kernel.
         arguments: Its arguments; the launch keeps their memory alive.
         label: Name for traces and errors.
+
+    Attributes:
+        ending: The :class:`heterollm.kernels.gpu.Ending` by which a linear layer before it can compute the
+            same; None for none.
+        remade: Returns the launch of a linear layer of one token with a
+            :class:`heterollm.kernels.gpu.NormedInput` and an ending; None for one that takes none.
     """
 
-    __slots__ = ("arguments", "kernel", "label")
+    __slots__ = ("arguments", "ending", "kernel", "label", "remade")
 
     def __init__(self, kernel: Any, arguments: Sequence[Argument], label: str) -> None:  # noqa: ANN401 - the runtime's
         self.kernel = kernel
         self.arguments = tuple(arguments)
         self.label = label
+        self.ending: Any = None
+        self.remade: Callable[[Any, Any], Launch] | None = None
 
     @property
     def parts(self) -> tuple[Launch, ...]:

@@ -53,6 +53,12 @@ SIMT_TILES: Final = (16, 32, 64)
 INT8_STAGED_WORDS: Final = 96
 """Words that the simt kernel for a few tokens of int8 inputs stages of each token, at most."""
 
+INT8_STAGED_INPUTS: Final = 256
+"""Inputs of each token that it stages, of more than two tokens."""
+
+SIMT_FLOAT_STEP: Final = 16
+"""Inputs of float weights that a slice takes at a time."""
+
 VECTOR_STRIP_TOKENS: Final = 8
 """Largest strip of tokens that the vector kernels choose by the vector width."""
 
@@ -80,6 +86,7 @@ LEGAL: Final[Mapping[tuple[KernelStyle, bool], Fields]] = {
         "depth_inputs": (0, 256, 512, 1024),
         "subgroup": (0, 1),
         "image": (0, 1),
+        "rows": (0, 64, 32, 16, 8),
     },
     ("simt", True): {
         "token_step": SIMT_TILES,
@@ -163,6 +170,25 @@ class LaunchGrid:
     defines: dict[str, str | int]
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Properties of a launch that give the rows of a work-group of the simt kernels for a few tokens.
+
+    Args:
+        units: Compute units of the device.
+        inputs: Inputs of a row.
+        block: Inputs that share a scale; 0 for float weights.
+        together: Row tiles of a work-group.
+        fewest_rows: Rows of a tile that a work-group must have.
+    """
+
+    units: int
+    inputs: int
+    block: int
+    together: int = 1
+    fewest_rows: int = 8
+
+
 class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
     """The tuning parameters of one linear kernel; those that it lacks are 0 (:data:`LEGAL`).
 
@@ -179,6 +205,8 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         subgroup: 1 if the work-items of a subgroup pass the inputs of one token to each other; 0 if they
             read them from local memory.
         image: 1 if the weights are read as an image, through a GPU's texture units; 0 if as a buffer.
+        rows: Rows of a work-group, 64 or fewer, whose inputs more work-items share; 0 for as many as leave
+            each of the device's compute units two work-groups.
 
     Raises:
         OptionError: A value is not legal for this kernel.
@@ -194,6 +222,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
     prefetch_bytes: int = 0
     subgroup: int = 0
     image: int = 0
+    rows: int = 0
 
     def __post_init__(self) -> None:
         _check((self.style, self.many) in LEGAL, "a kernel", self.kernel)
@@ -226,6 +255,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
             # Those of the int8 kernel take twice the registers.
             most = 8 if shape.integer_inputs else 16
             _check(self.item_tokens <= most, f"item_tokens for {shape}", self.item_tokens)
+        _check(self.rows in (0, LANES) or not self.subgroup, f"rows of a subgroup for {shape}", self.rows)
         if self.subgroup:
             suits = shape.tokens == "one" and shape.weight.quantized and not shape.integer_inputs
             _check(suits, f"subgroup for {shape}", self.subgroup)
@@ -259,8 +289,14 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         staged = 0 if self.subgroup else self.depth_inputs or INT8_STAGED_WORDS
         return 4 * self.token_step * max(staged, self.items * LANES)
 
-    def grid(self, tokens: int, tiles: int) -> LaunchGrid:
-        """Return the launch grid of ``tokens`` tokens by ``tiles`` row tiles."""
+    def grid(self, tokens: int, tiles: int, division: Division | None = None) -> LaunchGrid:
+        """Return the launch grid of ``tokens`` tokens by ``tiles`` row tiles.
+
+        Args:
+            tokens: Tokens.
+            tiles: Row tiles.
+            division: Properties that give the rows of a work-group; None for whole tiles.
+        """
         if self.style == "matrix":
             return self._matrix_grid(tokens, tiles)
         if self.many:
@@ -269,16 +305,37 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         steps = -(-tokens // step)
         defines: dict[str, str | int] = {"TOKENS": step}
         if self.style == "simt":
-            defines |= {"SLICES": self.items} | self._image_define()
+            together = 1 if division is None else division.together
+            rows = self._rows(step, tiles, division)
+            slices = max(1, self.items // together) * (LANES // rows)
+            defines |= {"SLICES": slices} | self._image_define()
+            if rows < LANES:
+                defines["ROWS"] = rows
             if self.subgroup:
                 defines["SUBGROUP"] = 1
             elif self.depth_inputs:
                 defines["STAGED_INPUTS"] = self.depth_inputs
-            return LaunchGrid("few", step, (LANES * tiles, self.items * steps), (LANES, self.items), defines)
+            local = rows, slices * together
+            size = LANES * (tiles // together), local[1] * steps
+            return LaunchGrid("few", step, size, local, defines)
         defines["PREFETCH_BYTES"] = self.prefetch_bytes
         if self.part_columns:
             defines["PART_COLUMNS"] = self.part_columns
         return LaunchGrid("few", step, (tiles, steps), (1, 1), defines)
+
+    def _rows(self, step: int, tiles: int, division: Division | None) -> int:
+        """Return the rows of a work-group of the simt kernel for a few tokens."""
+        if division is None or self.subgroup:
+            return LANES
+        # Each slice has a block of the inputs that are staged at a time.
+        staged = self.depth_inputs or (INT8_STAGED_INPUTS if step > 2 else division.inputs)
+        most = min(staged, division.inputs) // (division.block or SIMT_FLOAT_STEP)
+        rows, slices = LANES, max(1, self.items // division.together)
+        # Rows of so many work-groups that each compute unit has two.
+        wanted = self.rows or LANES * (tiles // division.together) // (2 * division.units)
+        while rows > max(division.fewest_rows, wanted) and 2 * slices <= most:
+            rows, slices = rows // 2, 2 * slices
+        return rows
 
     def _matrix_grid(self, tokens: int, tiles: int) -> LaunchGrid:
         steps = -(-tokens // self.token_step)

@@ -74,6 +74,10 @@ class GpuRuntime(Protocol):
         """Whether adjacent launches are faster if merged into one."""
 
     @property
+    def fuses_launches(self) -> bool:
+        """Whether linear layers of one token compute the operators around them: on GPUs."""
+
+    @property
     def is_tunable(self) -> bool:
         """Whether the time of its kernels depends on their parameters."""
 

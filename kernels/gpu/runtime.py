@@ -385,6 +385,11 @@ class OpenClRuntime:
         """Whether adjacent launches are faster if merged: on CPUs."""
         return self.traits.is_cpu and self.traits.coherent
 
+    @property
+    def fuses_launches(self) -> bool:
+        """Whether linear layers of one token compute the operators around them: on GPUs."""
+        return not self.traits.is_cpu
+
     @functools.cached_property
     def map_queue(self) -> cl.CommandQueue | None:
         """A queue for maps beside kernels; None where memory needs no map, or maps wait for all kernels."""

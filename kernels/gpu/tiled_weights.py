@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -18,12 +18,14 @@ from numpy.typing import DTypeLike
 
 from heterollm.base import KernelError, round_up
 from heterollm.kernels.formats import LinearWeight
+from heterollm.kernels.gpu.endings import FEWEST_ROWS, Ending, NormedInput
 from heterollm.kernels.gpu.launch import Argument, Launch
 from heterollm.kernels.gpu.matrix import split_inputs
 from heterollm.kernels.gpu.memory import DeviceMemory
 from heterollm.kernels.gpu.packing import PackedArrays, check_members, codes, pack_members, packed_arrays
 from heterollm.kernels.gpu.parameters import (
     CPU_STYLES,
+    Division,
     KernelParameters,
     KernelStyle,
     LaunchGrid,
@@ -86,6 +88,8 @@ class LinearRequest:
     half_output: bool
     rounded: RoundedInputs | None
     label: str
+    normed: NormedInput | None = field(default=None, kw_only=True)
+    ending: Ending | None = field(default=None, kw_only=True)
 
     @property
     def width(self) -> int:
@@ -100,11 +104,26 @@ class LinearRequest:
     @property
     def defines(self) -> dict[str, str | int]:
         """Macros of the kernel."""
-        return {}
+        found: dict[str, str | int] = {} if self.normed is None and self.ending is None else {"ENDING": 1}
+        found |= {} if self.normed is None else {"NORMED": 1}
+        return found | ({} if self.ending is None else self.ending.defines)
 
-    def grid(self, parameters: KernelParameters, tiles: int) -> LaunchGrid:
-        """Return the launch grid over row tiles."""
-        return parameters.grid(self.tokens, tiles)
+    @property
+    def trailing(self) -> tuple[Argument, ...]:
+        """Arguments behind those of all kernels."""
+        before = () if self.normed is None else self.normed.arguments
+        return before if self.ending is None else (*before, *self.ending.arguments)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a single token's launch may take a normed input or an ending."""
+        return self.tokens == 1 and not self.first_token and not self.in_place
+
+    def grid(self, parameters: KernelParameters, tiles: int, units: int, block: int) -> LaunchGrid:
+        """Return the launch grid over row tiles, for a device of so many compute units."""
+        ending = self.ending
+        together, fewest = (1, FEWEST_ROWS) if ending is None else (ending.tiles, ending.fewest_rows)
+        return parameters.grid(self.tokens, tiles, Division(units, self.width, block, together, fewest))
 
     def leading(self, piece: Piece) -> tuple[Argument, ...]:
         """Return arguments before those of all kernels."""
@@ -152,7 +171,7 @@ class TiledWeights:
         self._half = np.dtype(activation_dtype) == np.float16
         self._pieces = pieces
         self._parameters = (np.int32(number_format.block), np.int32(not number_format.symmetric))
-        self._tiles: dict[tuple[tuple[RowRange, ...], bool], tuple[TileMap, ...]] = {}
+        self._tiles: dict[tuple[tuple[RowRange, ...], bool, bool], tuple[TileMap, ...]] = {}
         self._images: dict[int, Argument] = {}
 
     def _test(self, variant: Variant) -> None:
@@ -225,12 +244,16 @@ class TiledWeights:
             raise
 
     def _launch(self, variant: Variant, request: LinearRequest) -> Launch:
+        ending, is_plain = request.ending, request.is_plain
         kept_rows = sum(stop - start for start, stop in request.kept)
         rows = sum(self.member_rows) if request.in_place else kept_rows
-        tile_maps = self._tile_map(request.kept, request.in_place, request.label)
+        paired = ending is not None and ending.pairs_members
+        tile_maps = self._tile_map(request.kept, request.in_place, request.label, paired=paired)
         last = request.first_token + request.tokens
+        y = request.y if ending is None else ending.y
         request.x.require(last * request.width * (2 if self._half else 4), f"{request.label} input")
-        request.y.require(last * rows * (2 if request.half_output else 4), f"{request.label} output")
+        if ending is None:
+            y.require(last * rows * (2 if request.half_output else 4), f"{request.label} output")
         chosen, parameters, shape = variant.style, variant.parameters, self._shape_class(request)
         if parameters is None or parameters.many != (shape.tokens == "many"):
             parameters = default_parameters(chosen, shape)
@@ -240,8 +263,9 @@ class TiledWeights:
             defines["ACT_HALF"] = 1
             if not request.half_output:
                 defines["OUT_FLOAT"] = 1
-        files = ["common.h", "linear.h"]
-        inputs: tuple[Argument, ...] = (request.x,)
+        ends = "ENDING" in defines
+        files = ["common.h", *(("rounding.h", "glue.h") if ends else ()), "linear.h"]
+        inputs: tuple[Argument, ...] = (request.x if request.normed is None else request.normed.x,)
         before = None
         if self.integer_inputs:
             files.append("linear_int8.h")
@@ -259,6 +283,9 @@ class TiledWeights:
         if self.format.minimum:
             defines["MINIMUMS"] = 1
         files.append("linear_wide.h" if chosen in CPU_STYLES else "linear_tiles.h")
+        files += ["linear_endings.h"] if ends else []
+        is_plain &= before is None and chosen == "simt" and len(tile_maps) == 1
+        is_plain &= (kept_rows, request.width) == (sum(self.member_rows), self.columns)
         if chosen == "half":
             defines["HALF_SUMS"] = 1
         source = chosen if chosen in CPU_STYLES else "simt"
@@ -276,7 +303,8 @@ class TiledWeights:
         item_bytes = 1 if self.integer_inputs else 2 if self._half else 4
         output_bytes = 2 if request.half_output else 4
         for tiles in tile_maps:
-            grid = request.grid(parameters, tiles.count)
+            units = self._runtime.traits.compute_units
+            grid = request.grid(parameters, tiles.count, units, self.format.block)
             kernel = self._runtime.kernel(
                 (*files, f"{name}.cl"), f"{name}_{grid.suffix}", defines | grid.defines
             )
@@ -285,13 +313,25 @@ class TiledWeights:
             weights, *others = tiles.piece.buffers
             if parameters.image:
                 weights = self._image(tiles.piece)
-            arguments = (*request.leading(tiles.piece), weights, *others, *inputs, request.y, tiles.tiles)
-            arguments = (*arguments, *sizes, *part, *span)
+            arguments = (*request.leading(tiles.piece), weights, *others, *inputs, y, tiles.tiles)
+            arguments = (*arguments, *sizes, *part, *span, *request.trailing)
             work = functools.partial(request.work, self.format, tiles, item_bytes, output_bytes)
             size = grid.global_size, grid.local_size
             before = self._runtime.launch(kernel, arguments, *size, request.label, before, work=work)
         assert before is not None  # there is a tile
+        if is_plain and self._runtime.fuses_launches:
+            before.remade = functools.partial(self._remade, variant, request)
         return before
+
+    def _remade(
+        self, variant: Variant, request: LinearRequest, normed: NormedInput | None, ending: Ending | None
+    ) -> Launch:
+        """Return the launch of a request with a normed input and an ending.
+
+        Raises:
+            KernelError: The device refuses the kernel.
+        """
+        return self._launch(variant, replace(request, normed=normed, ending=ending))
 
     def _image(self, piece: Piece) -> Argument:
         """Return the weights of a piece as an image."""
@@ -326,9 +366,13 @@ class TiledWeights:
             half=self._half,
         )
 
-    def _tile_map(self, kept: tuple[RowRange, ...], in_place: bool, label: str) -> tuple[TileMap, ...]:
-        if (kept, in_place) in self._tiles:
-            return self._tiles[kept, in_place]
+    def _tile_map(
+        self, kept: tuple[RowRange, ...], in_place: bool, label: str, *, paired: bool = False
+    ) -> tuple[TileMap, ...]:
+        """Return the tiles of some rows; ``paired`` ones of both members alternate."""
+        key = kept, in_place, paired
+        if key in self._tiles:
+            return self._tiles[key]
         if len(kept) != len(self.member_rows):
             raise KernelError(f"{label}: {len(kept)} row ranges for {len(self.member_rows)} members.")
         tiles: list[Tile] = []
@@ -348,8 +392,11 @@ class TiledWeights:
             first_block += round_up(rows, 64) // 64
         if not tiles:
             raise KernelError(f"{label}: no rows are kept, so there is nothing to launch.")
-        self._tiles[kept, in_place] = tuple(self._mapped(tiles))
-        return self._tiles[kept, in_place]
+        if paired:
+            half = len(tiles) // 2
+            tiles = [tile for pair in zip(tiles[:half], tiles[half:], strict=True) for tile in pair]
+        self._tiles[key] = tuple(self._mapped(tiles))
+        return self._tiles[key]
 
 
 def packed_members(

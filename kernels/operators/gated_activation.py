@@ -15,6 +15,7 @@ from heterollm.base import KernelError
 from heterollm.kernels.gpu import (
     Argument,
     DeviceMemory,
+    Gated,
     GlueKernels,
     Launch,
     RoundedInputs,
@@ -135,23 +136,23 @@ def activate(
     item, block = on.item_bytes, rounded.block if rounded else 0
     read_bytes = members * item * gate_up.reads
     work = functools.partial(pointwise_work, tokens * intermediate, 10, read_bytes, item, block)
-    return on.pointwise(
+    options = {
+        "FACTORS": factors,
+        "BY_EXPERT": by_expert,
+        "CLIPPED": clip,
+        "SLOPES": has_slopes,
+        "CUTOFFS": cutoffs is not None,
+    }
+    launch = on.pointwise(
         *("gated_activation", memory, sizes, tokens, label, work),
         flags=len(flags),
         rounded=rounded,
         segments=gate_up,
-        defines={
-            name: 1
-            for name, holds in (
-                ("FACTORS", factors),
-                ("BY_EXPERT", by_expert),
-                ("CLIPPED", clip),
-                ("SLOPES", has_slopes),
-                ("CUTOFFS", cutoffs is not None),
-            )
-            if holds
-        },
+        defines={name: 1 for name, holds in options.items() if holds},
     )
+    if tokens == 1 and on.runtime.fuses_launches and not any((*gate_up.splits, *options.values())):
+        launch.ending = Gated(out, values, flags[0], members, rounded)
+    return launch
 
 
 def exact_gated_activation(

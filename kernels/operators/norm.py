@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from heterollm.base import KernelError
 from heterollm.kernels.formats import CodeGrid
 from heterollm.kernels.gpu import (
+    AddedToStream,
     Argument,
     Defines,
     DeviceMemory,
@@ -94,12 +95,19 @@ def rms_norm(
     """
     residual.require(tokens * hidden * 4, "norm residual")
     memory, mode = (residual, weight, out, residual), NORM_ONLY if delta is None else NORM_ADD
-    return _norm_launch(
+    launch = _norm_launch(
         *(on, mode, memory, (tokens, hidden), delta, (bias, post), epsilon, rounded),
         post_epsilon=post_epsilon,
         centered=centered,
         gain=gain,
     )
+    is_plain = post is None and weight is not None and not centered and gain == 1
+    if delta is None or tokens > 1 or any(delta.splits) or not is_plain or isinstance(rounded, NpuCodes):
+        return launch
+    if on.runtime.fuses_launches:
+        options = (residual, bias, weight, hidden, epsilon, rounded)
+        launch.ending = AddedToStream.of(on.runtime, *options)
+    return launch
 
 
 def norm_residual(

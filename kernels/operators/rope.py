@@ -21,6 +21,7 @@ from heterollm.kernels.gpu import (
     KernelStyle,
     KvLayer,
     Launch,
+    Rotated,
     Rotation,
     Segments,
     SharedArray,
@@ -86,16 +87,17 @@ def rope_and_store(
     q_out.require(tokens * shape.query_columns * 4, "rope query")
     pieces = max(-(-turned // 16) + -(-(head_dim - turned) // 16), -(-head_dim // 16))
 
+    flags = {
+        "JOINT_NORM": rotation.joint,
+        "LIMITED": rotation.limit,
+        "NORMS_LAST": rotation.norms_last,
+        "QUERY_SCALES": rotation.query_scales is not None,
+        "VALUE_NORM": rotation.value_norms,
+        "VALUES_ARE_KEYS": len(qkv.rows) == len(("q", "k")),
+    }
+
     def defines(style: KernelStyle) -> Defines:
         own: Defines = {"PIECES": pieces} if style == "simt" else {}
-        flags = {
-            "JOINT_NORM": rotation.joint,
-            "LIMITED": rotation.limit,
-            "NORMS_LAST": rotation.norms_last,
-            "QUERY_SCALES": rotation.query_scales is not None,
-            "VALUE_NORM": rotation.value_norms,
-            "VALUES_ARE_KEYS": len(qkv.rows) == len(("q", "k")),
-        }
         return on.cache_defines | own | {name: 1 for name, holds in flags.items() if holds}
 
     splits = (*qkv.splits, *(0,) * (3 - len(qkv.splits)))
@@ -104,7 +106,7 @@ def rope_and_store(
     sizes = [*splits[:3], sum(splits[3:]), sum(qkv.rows[3:]), shape.heads, kv_heads]
     sizes += [head_dim, turned, shape.capacity, bias is not None, rotation.norms is not None]
     # Absent memory is never read, but OpenCL needs a valid argument.
-    extra = (rotation.cos if memory is None else memory for memory in (bias, rotation.norms))
+    extra = [rotation.cos if memory is None else memory for memory in (bias, rotation.norms)]
     memory = (qkv.a, qkv.b, *extra, rotation.cos, rotation.sin, q_out, cache.memory, step)
     heads = shape.heads + 2 * kv_heads
     width = 1 if style == "vector" else round_up(pieces * heads, items)
@@ -114,7 +116,17 @@ def rope_and_store(
     arguments = (*memory, *place, *map(np.int32, sizes), np.float32(rotation.epsilon), *options)
     read_bytes = on.item_bytes * qkv.reads
     work = functools.partial(_work, shape, kv_heads, tokens, read_bytes, on.position_bytes(shape))
-    return on.runtime.launch(kernel, arguments, (width, tokens), (items, 1), "rope", work=work)
+    launch = on.runtime.launch(kernel, arguments, (width, tokens), (items, 1), "rope", work=work)
+    is_plain = qkv.rows == shape.rows and not any((*qkv.splits, *flags.values()))
+    if tokens == 1 and on.runtime.fuses_launches and is_plain:
+        has_norms = np.int32(rotation.norms is not None), np.float32(rotation.epsilon)
+        others: tuple[Argument, ...] = (
+            *(extra[1], *has_norms, rotation.cos, rotation.sin, cache.memory, step, *place),
+            *map(np.int32, (shape.heads, kv_heads, shape.capacity)),
+        )
+        own = on.cache_defines | {"ROTARY": turned}
+        launch.ending = Rotated(q_out, bias, head_dim, own, others)
+    return launch
 
 
 def _work(shape: HeadShape, kv_heads: int, tokens: int, read_bytes: float, position_bytes: int) -> GpuWork:

@@ -178,3 +178,39 @@ static inline float8 tanh_8(float8 x) {
   large = x < 0.0f ? -large : large;
   return size < 0.625f ? small : large;
 }
+
+#define SILU 0
+#define GELU_TANH 1
+#define GELU_ERF 2
+#define RELU 3
+#define RELU_SQUARED 4
+// Activation 5 is xIELU, with SLOPES (pointwise.cl).
+
+// Factors of the polynomial in formula 7.1.26 of Abramowitz and Stegun, whose error is below 1.5e-7.
+#define ERF_SHIFT 0.3275911f
+#define ERF_SERIES(t) \
+  (t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f)))))
+
+// The share of a gate of a magnitude that an activation leaves. Activations but those of RELU are gate * sigmoid(s): s is
+// the gate itself, or for gelu 2 sqrt(2 / pi) (gate + 0.044715 gate^3), since (1 + tanh(x)) / 2 = sigmoid(2 x). GELU_ERF is
+// gate * (1 + erf(gate / sqrt(2))) / 2, where erf(x) = 1 - exp(-x^2) series(1 / (1 + shift x)).
+static inline float8 gate_share(float8 gate, float8 size, int activation) {
+  if (activation == GELU_TANH)
+    size *= 1.59576912f * (1.0f + 0.044715f * size * size);
+  float8 power = size;
+  if (activation == GELU_ERF) {
+    size *= 0.707106781f;
+    power = size * size;
+  }
+  // The exponential of minus the magnitude cannot overflow.
+  float8 small = exp2_8(power * -1.44269504f);
+  float8 share = (gate < 0.0f ? small : (float8)1.0f) / (1.0f + small);
+  if (activation == GELU_ERF) {
+    float8 t = 1.0f / (1.0f + ERF_SHIFT * size);
+    small *= 0.5f * ERF_SERIES(t);
+    share = gate < 0.0f ? small : 1.0f - small;
+  }
+  if (activation >= RELU)
+    share = gate < 0.0f ? (float8)0.0f : activation == RELU ? (float8)1.0f : gate;
+  return share;
+}

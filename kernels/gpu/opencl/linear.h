@@ -105,10 +105,19 @@ static inline size_t first_group(uint row_tile, uint weight_columns, uint first_
   return ((size_t)row_tile * (weight_columns / block) + first_column / block) * LANES;
 }
 
+// Inputs of a kernel that makes them the normed ones itself (linear_endings.h) are floats.
+#ifdef NORMED
+typedef float in_t;
+#define load_in8(p, i) load_float8(p, i)
+#else
+typedef act_t in_t;
+#define load_in8(p, i) load_act8(p, i)
+#endif
+
 // x is [tokens][columns] and y [tokens][rows], both from first_token on. Float weights use no block, scales or zeros;
 // zeros are read if asymmetric is not 0. Second grid dimension: steps of token_step tokens.
 #define LINEAR_ARGUMENTS                                                                                     \
   WEIGHTS, __global const half *restrict scales, __global const zero_t *restrict zeros,                      \
-      __global const act_t *restrict x, __global out_t *restrict y, __global const int4 *restrict tiles,     \
+      __global const in_t *restrict x, __global out_t *restrict y, __global const int4 *restrict tiles,      \
       int columns, int rows, int block, int asymmetric, int weight_columns, int first_column,                \
       int first_token, int tokens, int token_step

@@ -83,15 +83,17 @@ typedef VECTOR(uint, TOKENS) words_t;
 #define total7 totals.s7
 #endif
 
-__kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int8_simt_few(INT8_ARGUMENTS) {
+__kernel __attribute__((reqd_work_group_size(ROWS, SLICES * TILES, 1))) void linear_int8_simt_few(
+    INT8_ARGUMENTS ENDING_ARGUMENTS) {
   // The sums of the slices follow the inputs in the same memory.
   __local uint16 staged[(STAGED_WORDS > PARTIAL_FLOATS ? STAGED_WORDS : PARTIAL_FLOATS) / 16];
   __local float *partial = (__local float *)staged;
-  const uint lane = get_local_id(0), slice = get_local_id(1);
+  FIND_ITEM
+  BEGIN_ENDING
 #ifdef GROUPED
   FIND_PLACE(uint, get_group_id(0))
 #else
-  const int4 tile = tiles[get_group_id(0)];
+  const int4 tile = OWN_TILE;
   const uint token = get_group_id(1) * TOKENS;
   const uint count = min((uint)TOKENS, tokens - token);
 #endif
@@ -127,7 +129,7 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
   for (uint start = 0; start < blocks; start += STAGED_BLOCKS) {
     const uint depth = min((uint)STAGED_BLOCKS, blocks - start);
     barrier(CLK_LOCAL_MEM_FENCE);
-    for (uint i = slice * LANES + lane; i < depth * (BLOCK / 16 * TOKENS); i += LANES * SLICES) {
+    for (uint i = item; i < depth * (BLOCK / 16 * TOKENS); i += ITEMS) {
       const uint t = i % TOKENS, vector = i / TOKENS;
       const uint4 input = CODE_VECTORS(x_codes)[t * vectors + start * (BLOCK / 16) + vector];
       __local uint *slot = inputs + vector * (4 * TOKENS) + t;
@@ -136,7 +138,7 @@ __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_int
       slot[2 * TOKENS] = input.z;
       slot[3 * TOKENS] = input.w;
     }
-    for (uint i = slice * LANES + lane; i < depth * TOKENS; i += LANES * SLICES) {
+    for (uint i = item; i < depth * TOKENS; i += ITEMS) {
       const float2 input = x_blocks[i % TOKENS * blocks + start + i / TOKENS];
       input_scales[i] = input.x;
       input_sums[i] = input.y;

@@ -45,7 +45,7 @@
 // Each of the first work-items holds eight inputs of a run.
 #define HOLDERS (RUN / 8)
 #define LOAD_INPUTS(k)                                                                                       \
-  const float8 own = load_act8(x, k);                                                                        \
+  const float8 own = load_in8(x, k);                                                                         \
   const uint from = 0;
 #define INPUTS(t, at) passed((at) % 2 ? own.hi : own.lo, (at) / 2)
 static inline float4 passed(float4 own, uint holder) {
@@ -131,15 +131,16 @@ typedef FLOATS(TOKENS) tokens_t;
            load_weight(p, ((i) + 2) * LANES), load_weight(p, ((i) + 3) * LANES))
 #endif
 
-SUBGROUP_SIZE __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) void linear_simt_few(
-    LINEAR_ARGUMENTS) {
+SUBGROUP_SIZE __kernel __attribute__((reqd_work_group_size(ROWS, SLICES * TILES, 1))) void linear_simt_few(
+    LINEAR_ARGUMENTS ENDING_ARGUMENTS) {
   // The sums of the slices follow the inputs in the same memory.
   __local float4 staged[(STAGED_FLOATS > PARTIAL_FLOATS ? STAGED_FLOATS : PARTIAL_FLOATS) / 4];
-  const uint lane = get_local_id(0), slice = get_local_id(1);
+  FIND_ITEM
+  BEGIN_ENDING
 #ifdef GROUPED
   FIND_PLACE(uint, get_group_id(0))
 #else
-  const int4 tile = tiles[get_group_id(0)];
+  const int4 tile = OWN_TILE;
   const uint token = get_group_id(1) * TOKENS;
   const uint count = min((uint)TOKENS, tokens - token);
 #endif
@@ -162,14 +163,14 @@ SUBGROUP_SIZE __kernel __attribute__((reqd_work_group_size(LANES, SLICES, 1))) v
     const uint depth = min((uint)STAGED_INPUTS, columns - start);
     barrier(CLK_LOCAL_MEM_FENCE);
     // Rows past the last one repeat it: nothing beyond x is read, and their sums are not stored.
-    for (uint i = slice * LANES + lane; i < TOKENS * (STAGED_INPUTS / 8); i += LANES * SLICES) {
+    for (uint i = item; i < TOKENS * (STAGED_INPUTS / 8); i += ITEMS) {
 #if TOKENS <= 2
       const uint t = i / (STAGED_INPUTS / 8), k = i % (STAGED_INPUTS / 8) * 8;
 #else
       const uint t = i % TOKENS, k = i / TOKENS * 8;
 #endif
       if (k < depth) {
-        const float8 v = load_act8(x, min(t, count - 1) * columns + start + k);
+        const float8 v = load_in8(x, min(t, count - 1) * columns + start + k);
 #if TOKENS <= 2
         staged[t * STAGED_ROW + k / 4] = v.lo;
         staged[t * STAGED_ROW + k / 4 + 1] = v.hi;

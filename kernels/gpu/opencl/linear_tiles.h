@@ -47,9 +47,39 @@ static inline float across(float4 value) { return (value.x + value.y) + (value.z
 #ifndef SLICES
 #define SLICES 4
 #endif
+// Rows of a tile that a work-group computes, and its tiles.
+#ifndef ROWS
+#define ROWS LANES
+#endif
+#ifndef TILES
+#define TILES 1
+#endif
+#define ITEMS (ROWS * SLICES * TILES)
+// A work-item's place in its work-group, its row of the tile, and its slice of the inputs.
+#if ROWS == LANES
+#define TILE_OF_GROUP get_group_id(0)
+#define FIND_LANE const uint lane = row;
+#else
+#define TILE_OF_GROUP (get_group_id(0) / (LANES / ROWS))
+#define FIND_LANE const uint lane = (uint)get_group_id(0) % (LANES / ROWS) * ROWS + row;
+#endif
+#if TILES == 1
+#define OWN_TILE tiles[TILE_OF_GROUP]
+#define FIND_SLICE const uint slice = part;
+#else
+#define OWN_TILE tiles[TILE_OF_GROUP * TILES + part / SLICES]
+#define FIND_SLICE const uint slice = part % SLICES;
+#endif
+#define FIND_ITEM                                                                                            \
+  const uint row = get_local_id(0), part = get_local_id(1), item = part * ROWS + row;                        \
+  FIND_LANE                                                                                                  \
+  FIND_SLICE
 // Floats that the slices' sums take.
-#define PARTIAL_FLOATS (SLICES * TOKENS * LANES)
-#define KEEP_PARTIAL(t) partial[(slice * TOKENS + t) * LANES + lane] = total##t;
+#define PARTIAL_FLOATS (ITEMS * TOKENS)
+#ifndef ENDING
+#define BEGIN_ENDING
+#define ENDING_ARGUMENTS
+#define KEEP_PARTIAL(t) partial[(slice * TOKENS + t) * ROWS + row] = total##t;
 // Adds the slices' sums total0, total1, ... up through local memory and stores them.
 #define STORE_SLICES(partial)                                                                                \
   REPEAT(TOKENS, KEEP_PARTIAL)                                                                               \
@@ -58,9 +88,10 @@ static inline float across(float4 value) { return (value.x + value.y) + (value.z
   if (lane < (uint)tile.z)                                                                                         \
     for (uint t = slice; t < count; t += SLICES) {                                                           \
       float total = 0.0f;                                                                                    \
-      for (uint s = 0; s < SLICES; s++) total += partial[(s * TOKENS + t) * LANES + lane];                   \
+      for (uint s = 0; s < SLICES; s++) total += partial[(s * TOKENS + t) * ROWS + row];                       \
       store_out(total, y, t * rows + lane);                                                                  \
     }
+#endif
 #else
 // Kernels for many tokens. A work-group computes TILE_TOKENS x LANES outputs, each work-item ITEM_TOKENS x 4 of
 // them. token_step is TILE_TOKENS. Both are tuned, and so is DEPTH, the inputs staged at a time; every block is a

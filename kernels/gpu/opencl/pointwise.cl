@@ -1,23 +1,8 @@
 // Gated activation, learned positions, join and bias of the logits, soft cap. Follows common.h, rounding.h and glue.h.
 // Grid: work-items over runs of `span` columns (a multiple of 8), tokens.
 
-#define SILU 0
-#define GELU_TANH 1
-#define GELU_ERF 2
-#define RELU 3
-#define RELU_SQUARED 4
-// Activation 5 is xIELU, with SLOPES.
-
-// Factors of the polynomial in formula 7.1.26 of Abramowitz and Stegun, whose error is below 1.5e-7.
-#define ERF_SHIFT 0.3275911f
-#define ERF_SERIES(t) \
-  (t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f)))))
-
 // out = activation(gate) * up of the two members gate and up, which may have a bias; of one member, its activation
-// alone. Activations but those of RELU are gate * sigmoid(s): s is the gate itself, or for gelu
-// 2 sqrt(2 / pi) (gate + 0.044715 gate^3), since (1 + tanh(x)) / 2 = sigmoid(2 x). GELU_ERF is gate * (1 + erf(gate / sqrt(2))) / 2,
-// where erf(x) = 1 - exp(-x^2) series(1 / (1 + shift x)). With CODE_BITS the kernel also
-// rounds its output to int8. With FACTORS the output is multiplied by columns of another array.
+// alone. With CODE_BITS the kernel also rounds its output to int8. With FACTORS the output is multiplied by columns of another array.
 // With BY_EXPERT rows are those of pairs of a token and an expert, and each expert has a bias (experts.cl); no other processor
 // takes any. With SLOPES the activation is xIELU (kernels/ops.py). With CUTOFFS gate exceeds a number of its token, which
 // is taken off it, or is zero. With CLIPPED gate is bounded from above and up on both sides, and the output is
@@ -89,8 +74,6 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
 #else
     float8 size = gate < 0.0f ? -gate : gate;
 #endif
-    if (activation == GELU_TANH)
-      size *= 1.59576912f * (1.0f + 0.044715f * size * size);
 #ifdef SLOPES
     float8 low = gate > largest ? (float8)largest : gate;
     // exp(x) - 1 - x loses its digits near 0, where its series has them.
@@ -99,22 +82,7 @@ GROUP_SIZE __kernel void gated_activation(__global const act_t *a, __global cons
     bent = gate > 0.0f ? rising * gate * gate : falling * (bent + low - gate);
     float8 value = (bent + linear * gate) * up;
 #else
-    float8 power = size;
-    if (activation == GELU_ERF) {
-      size *= 0.707106781f;
-      power = size * size;
-    }
-    // The exponential of minus the magnitude cannot overflow.
-    float8 small = exp2_8(power * -1.44269504f);
-    float8 share = (gate < 0.0f ? small : (float8)1.0f) / (1.0f + small);
-    if (activation == GELU_ERF) {
-      float8 t = 1.0f / (1.0f + ERF_SHIFT * size);
-      small *= 0.5f * ERF_SERIES(t);
-      share = gate < 0.0f ? small : 1.0f - small;
-    }
-    if (activation >= RELU)
-      share = gate < 0.0f ? (float8)0.0f : activation == RELU ? (float8)1.0f : gate;
-    float8 value = gate * share * up;
+    float8 value = gate * gate_share(gate, size, activation) * up;
 #endif
 #ifdef FACTORS
     LOAD_PART(load_act8, load_act, factors, token * factor_columns + first_factor + i, count, factor)

@@ -34,13 +34,22 @@ static inline void store_codes(int8 code, __global uchar *codes) {
 // A block with a smaller maximum becomes zeros: its factor would exceed the range of floats.
 #define SMALLEST 0x1p-118f
 
+// Values that a work-group has in local memory, or those in memory.
+#ifdef LOCAL_VALUES
+typedef __local const float *rounded_values;
+#define load_rounded8(p, i) vload8(0, (p) + (i))
+#else
+typedef __global const act_t *rounded_values;
+#define load_rounded8(p, i) load_act8(p, i)
+#endif
+
 // Round the block at x, and write its codes, its scale and the sum of its codes.
-static inline void round_block(__global const act_t *x, __global uchar *codes, __global float2 *result,
+static inline void round_block(rounded_values x, __global uchar *codes, __global float2 *result,
                                int block) {
   float8 largest = 0.0f;
   // Comparisons and masks, because fmax() and fabs() are slow library calls on PoCL 3.
   for (int k = 0; k < block; k += 8) {
-    const float8 size = as_float8(as_int8(load_act8(x, k)) & 0x7fffffff);
+    const float8 size = as_float8(as_int8(load_rounded8(x, k)) & 0x7fffffff);
     largest = size > largest ? size : largest;
   }
   const float4 four = largest.lo > largest.hi ? largest.lo : largest.hi;
@@ -49,7 +58,7 @@ static inline void round_block(__global const act_t *x, __global uchar *codes, _
   const float factor = top > SMALLEST ? quotient(127.0f, top) : 0.0f;
   int8 sums = 0;
   for (int k = 0; k < block; k += 8) {
-    const int8 code = ROUND8(load_act8(x, k) * factor);
+    const int8 code = ROUND8(load_rounded8(x, k) * factor);
     sums += code;
     store_codes(code, codes + k);
   }
@@ -58,7 +67,7 @@ static inline void round_block(__global const act_t *x, __global uchar *codes, _
   *result = (float2)(top / 127.0f, (float)(quarters.x + quarters.y));
 }
 
-#ifdef CODE_BLOCK
+#if defined(CODE_BLOCK) && !defined(LOCAL_VALUES)
 // Wait until the work-group has written its values. Every work-item must call this.
 static inline void wait_for_values(void) {
 #if WG > 1

@@ -1,0 +1,88 @@
+"""Linear layers that compute the operators around them, in decode passes of a GPU."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heterollm.engine.slot_check import CHECK_VARIABLE
+from heterollm.kernels.gpu import OpenClRuntime
+from heterollm.llm import LLM
+from heterollm.solver import Plan
+
+FIVE = ["qkv", "attention", "o", "gate_up", "down"]
+HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+
+Load = Callable[..., LLM]
+
+
+@pytest.fixture
+def load(
+    taken_for_gpu: None, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Load]:
+    """Return a function that loads a random model on a GPU, with checked passes, and closes it at the end."""
+    loaded: list[LLM] = []
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
+
+    def open_llm(family: str, overrides: dict[str, Any], plan: str | Plan = "gpu", **options: Any) -> LLM:
+        folder = checkpoint(family, **overrides)
+        loaded.append(LLM.load(folder, device="opencl", plan=plan, context=64, **options))
+        return loaded[-1]
+
+    yield open_llm
+    for llm in loaded:
+        llm.close()
+
+
+def kernels(llm: LLM, layer: int) -> list[str]:
+    """Return the operators of the kernels of a layer in a decode pass."""
+    steps = llm.steps("decode", 1)
+    return [
+        step.operator
+        for step in steps
+        if step.action == "kernel" and step.layer == layer and step.operator != "late write"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "options", "expected"),
+    [
+        ("llama", HEADS | {"head_dim": 32}, {}, FIVE),
+        ("llama", HEADS | {"head_dim": 128}, {"precision": "w4a8"}, FIVE),
+        ("llama", HEADS | {"head_dim": 64}, {"precision": "fp16", "kv_bits": 8}, FIVE),
+        ("qwen2", {"num_hidden_layers": 3}, {}, FIVE),
+        ("qwen3", HEADS | {"head_dim": 64}, {"kv_bits": 8}, FIVE),
+        ("qwen3", HEADS | {"head_dim": 128}, {"precision": "w4a8"}, FIVE),
+        ("gemma", HEADS, {}, [*FIVE[:1], "rope", *FIVE[1:]]),
+        ("qwen3", HEADS, {}, [*FIVE[:1], "rope", *FIVE[1:]]),
+    ],
+)
+def test_a_layer_has_five_kernels(
+    family: str,
+    overrides: dict[str, Any],
+    options: dict[str, Any],
+    expected: list[str],
+    load: Load,
+    checkpoint: Callable[..., Path],
+    reference: Callable[[LLM, Path, list[int]], np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its logits are as near to exact ones as those of a kernel for each operator.
+
+    Heads that lie in no whole tiles of 64 rows keep RoPE's launch.
+    """
+    llm = load(family, overrides, **options)
+    assert kernels(llm, 1) == expected
+    ids = np.random.default_rng(0).integers(1, 200, 30).tolist()
+    exact = reference(llm, checkpoint(family, **overrides), ids)[10:]
+    monkeypatch.setattr(OpenClRuntime, "fuses_launches", False)
+    alone = load(family, overrides, **options)
+    assert len(kernels(alone, 1)) == len(FIVE) + len(["norm", "rope", "norm", "activation"])
+    errors = []
+    for one in (llm, alone):
+        session = one.session()
+        session.prefill(ids[:10])
+        errors.append(np.square(np.stack([*map(session.decode, ids[10:])]) - exact).mean())
+    assert errors[0] < 1.5 * errors[1]
