@@ -12,7 +12,13 @@ import numpy as np
 
 from heterollm.kernels.npu import ContextPackager, GraphKeeper, NpuBackend, TimeKind
 from heterollm.kernels.ops import Power
-from heterollm.kernels.threads import ThreadSplit, allowed_cores, biggest_cores, pin_current_thread
+from heterollm.kernels.threads import (
+    ThreadSplit,
+    allowed_cores,
+    biggest_cores,
+    middle_cores,
+    pin_current_thread,
+)
 
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import GpuRuntime
@@ -89,10 +95,14 @@ class Device:
         return pin_current_thread(self.engine_cores())
 
     def engine_cores(self) -> tuple[int, ...]:
-        """Return the cores of the engine thread: those of an NPU on CPU cores, else the biggest ones."""
+        """Return the cores of the engine thread, which also polls.
+
+        They are those of an NPU on CPU cores, else by power: the biggest ones, middle ones, or all.
+        """
         if self.split.npu_cores:
             return self.split.npu_cores
-        return allowed_cores() if self.power == "default" else biggest_cores()
+        chosen = {"burst": biggest_cores, "balanced": middle_cores, "default": allowed_cores}
+        return chosen[self.power]()
 
     def description(self) -> dict[str, Any]:
         """Return processors, drivers and thread split, which identify measurements."""

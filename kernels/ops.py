@@ -76,8 +76,8 @@ class Slopes(NamedTuple):
 SLOPES: Final = Slopes()
 
 Power = Literal["burst", "balanced", "default"]
-"""Clocks and cores to ask a phone's system for: ``burst`` asks for the highest clocks, ``balanced`` for
-medium ones, both for the biggest cores; ``default`` asks for nothing."""
+"""Clocks and cores to ask a phone's system for: ``burst`` asks for the highest clocks and the biggest cores,
+``balanced`` for medium clocks and middle cores; ``default`` asks for nothing."""
 
 POWERS: tuple[Power, ...] = get_args(Power)
 

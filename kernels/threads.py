@@ -1,4 +1,4 @@
-"""CPU cores: those of the ``host`` device's GPU and NPU, and the biggest ones of a phone."""
+"""CPU cores: those of the ``host`` device's GPU and NPU, and the biggest or middle ones of a phone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPUINFO: Final = Path("/proc/cpuinfo")
 SPEED_FILES: Final = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
 """Files of a core that rank it: the scheduler's capacity, which Arm kernels state; else the highest clock."""
 
-FEWEST_BIG_CORES: Final = 2
+FEWEST_CORES: Final = 2
 """Cores for the engine thread and a driver's thread beside it."""
 
 
@@ -124,17 +124,33 @@ def biggest_cores(cores: Sequence[int] | None = None) -> tuple[int, ...]:
         All of them where they are alike or the system does not rank them.
     """
     cores = allowed_cores() if cores is None else tuple(cores)
+    speeds = _speeds(cores)
+    slowest = sorted(speeds.values(), reverse=True)[:FEWEST_CORES][-1]
+    return tuple(core for core in cores if speeds[core] >= slowest)
+
+
+def middle_cores(cores: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return some cores without the fastest and the slowest kind; of two kinds the slower one.
+
+    A thread that polls needs no more (HeteroLLM, section 4.2: "a small/middle CPU core").
+
+    Args:
+        cores: Core numbers; by default the allowed ones.
+
+    Returns:
+        The biggest ones where fewer than two cores would be left.
+    """
+    cores = allowed_cores() if cores is None else tuple(cores)
+    speeds = _speeds(cores)
+    kinds = sorted(set(speeds.values()))
+    middle = kinds[1:-1] or kinds[:1]
+    found = tuple(core for core in cores if speeds[core] in middle)
+    return found if len(found) >= FEWEST_CORES else biggest_cores(cores)
+
+
+def _speeds(cores: Sequence[int]) -> dict[int, int]:
+    """Return the rank of each core; equal ones where the system ranks not all."""
     for name in SPEED_FILES:
-        speeds = _speeds(cores, name)
-        if speeds is not None:
-            slowest = sorted(speeds.values(), reverse=True)[:FEWEST_BIG_CORES][-1]
-            return tuple(core for core in cores if speeds[core] >= slowest)
-    return cores
-
-
-def _speeds(cores: Sequence[int], name: str) -> dict[int, int] | None:
-    """Return what a file of sysfs states for each core; None if it is missing for one."""
-    try:
-        return {core: int((CPU_FOLDER / f"cpu{core}" / name).read_text("ascii")) for core in cores}
-    except (OSError, ValueError):
-        return None
+        with contextlib.suppress(OSError, ValueError):
+            return {core: int((CPU_FOLDER / f"cpu{core}" / name).read_text("ascii")) for core in cores}
+    return dict.fromkeys(cores, 0)

@@ -25,7 +25,7 @@ from heterollm.kernels.npu import LinearShard, QnnNpu, qnn_available
 from heterollm.kernels.npu.qnn_power import QnnPower
 from heterollm.kernels.npu.qnn_runtime import QnnTarget
 from heterollm.kernels.ops import WeightFormat
-from heterollm.kernels.threads import ThreadSplit, biggest_cores, on_cores
+from heterollm.kernels.threads import ThreadSplit, biggest_cores, middle_cores, on_cores
 from heterollm.report import console as report
 from heterollm.report import diagnosis_report
 
@@ -82,6 +82,23 @@ def test_the_biggest_cores_of_a_phone(cores, ranks, file, big):
     assert biggest_cores() == big
 
 
+@pytest.mark.parametrize(
+    ("ranks", "file", "middle"),
+    [
+        (EIGHT_GEN_3, "cpu_capacity", (2, 3, 4, 5, 6)),
+        (EIGHT_GEN_3_KHZ, "cpufreq/cpuinfo_max_freq", (2, 3, 4, 5, 6)),
+        (EIGHT_ELITE, "cpu_capacity", (0, 1, 2, 3, 4, 5)),  # two kinds: the slower one
+        ((280, 870, 870, 1024), "cpu_capacity", (1, 2)),
+        ((280, 280, 870, 1024), "cpu_capacity", (2, 3)),  # one middle core: the biggest ones
+        ((1024,) * 12, "cpu_capacity", tuple(range(12))),
+        ((1024,), "cpu_capacity", (0,)),
+    ],
+)
+def test_the_middle_cores_of_a_phone(cores, ranks, file, middle):
+    cores(ranks, file)
+    assert middle_cores() == middle
+
+
 def test_capacities_count_before_clocks(cores):
     cores(EIGHT_GEN_3_KHZ[::-1], "cpufreq/cpuinfo_max_freq")
     cores(EIGHT_GEN_3)
@@ -94,7 +111,7 @@ def test_capacities_count_before_clocks(cores):
 def test_a_core_without_a_rank_leaves_all(cores, tmp_path, text):
     cores(EIGHT_GEN_3)
     (tmp_path / "cpu3" / "cpu_capacity").write_text(text)
-    assert biggest_cores() == tuple(range(8))
+    assert biggest_cores() == middle_cores() == tuple(range(8))
 
 
 def test_cores_are_given_back(cores):
@@ -110,9 +127,9 @@ def phone(power, npu_cores=()):
 
 
 @pytest.mark.parametrize(
-    ("power", "big"), [("burst", (2, 3, 4, 7)), ("balanced", (2, 3, 4, 7)), ("default", tuple(range(8)))]
+    ("power", "big"), [("burst", (2, 3, 4, 7)), ("balanced", (2, 3, 4, 5, 6)), ("default", tuple(range(8)))]
 )
-def test_the_engine_thread_runs_on_the_biggest_cores(cores, power, big):
+def test_the_engine_thread_runs_on_the_cores_of_its_power(cores, power, big):
     pinned = cores(EIGHT_GEN_3)
     assert phone(power).pin()
     assert pinned == [big]
