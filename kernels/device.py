@@ -22,6 +22,7 @@ from heterollm.kernels.threads import (
 
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import GpuRuntime
+    from heterollm.kernels.sync import SharedArenas
 
 
 class PowerSwitch(Protocol):
@@ -60,6 +61,7 @@ class Device:
         packager: The NPU, if it can put several graphs into one context.
         keeper: The NPU, if it can keep graphs in a folder.
         memory_bytes: Memory that a model can have on a modelled phone; None where the system is asked.
+        arenas: Memory that both processors use without copies; None where no driver offers it.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Device:
     packager: ContextPackager | None = None
     keeper: GraphKeeper | None = None
     memory_bytes: int | None = None
+    arenas: SharedArenas | None = None
 
     @property
     def standard_lengths(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The doctor's check of contexts whose graphs share weights."""
+"""The doctor's checks of contexts whose graphs share weights, and of memory without copies."""
 
 from __future__ import annotations
 
@@ -10,18 +10,33 @@ from heterollm.base import see
 from heterollm.doctor.case import DoctorCase, Seen
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import ContextPackager
+from heterollm.kernels.sync import SharedArenas
 
 CONTEXTS: Final = "lengths with shared weights"
+MEMORY: Final = "memory shared with the GPU"
 FIX: Final = "heterollm uses contexts of one graph; update onnxruntime-qnn and the NPU driver. " + see(
     "contexts-with-shared-weights"
 )
 
 
 def context_cases(device: Device) -> Iterator[DoctorCase]:
-    """Yield the self-test of a context of two lengths, in child processes."""
+    """Yield the self-tests of a context of two lengths, and of shared memory, in child processes."""
     packager = device.packager
     if packager is not None:
         yield DoctorCase("NPU", CONTEXTS, "2 lengths", functools.partial(_sharing, packager))
+
+    arenas = device.arenas
+    if arenas is not None:
+        if arenas.offered:
+            yield DoctorCase("NPU", MEMORY, "each edge", functools.partial(_memory, arenas))
+        else:
+            yield DoctorCase("NPU", MEMORY, "", None, f"inputs and outputs are {arenas.edges}")
+
+
+def _memory(arenas: SharedArenas) -> Seen:
+    # Without it values are copied, which is slower and as right.
+    edges = arenas.test()
+    return Seen(True, f"inputs and outputs of graphs: {edges}", verified=edges.usable)
 
 
 def _sharing(packager: ContextPackager) -> Seen:

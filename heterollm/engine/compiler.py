@@ -34,7 +34,16 @@ from heterollm.engine.merging import merge_steps
 from heterollm.engine.passes import CompiledPass
 from heterollm.engine.placed import Delta, segments_of
 from heterollm.engine.slot_check import SlotCheck
-from heterollm.engine.slots import NORMED_OUTPUTS, SHORT_PASS, chunk_sizes, is_private, lane_slot, pool_sizes
+from heterollm.engine.slot_shifts import Placed, SlotShifts
+from heterollm.engine.slots import (
+    NORMED_OUTPUTS,
+    SHORT_PASS,
+    chunk_sizes,
+    is_for_host,
+    is_private,
+    lane_slot,
+    pool_sizes,
+)
 from heterollm.engine.splits import NO_RANGES
 from heterollm.engine.state import StateMemory, kv_groups
 from heterollm.engine.step import Buffer, Step
@@ -89,7 +98,15 @@ class Compiler:
         self._check = SlotCheck.from_environment(device.gpu)
         item_bytes = device.activation_dtype.itemsize
         sizes = pool_sizes(self._config, weights.specs, plan, item_bytes, context)
-        self.pool = Pool(device.gpu, {slot: size for slot, size in sizes.items() if not is_private(slot)})
+        own = {slot: size for slot, size in sizes.items() if not is_private(slot)}
+        arena = None
+        if plan.uses_npu and device.arenas is not None:
+            arena = device.arenas.allocate(
+                {slot: size for slot, size in own.items() if not is_for_host(slot)}
+            )
+        self.pool = Pool(device.gpu, own, arena)
+        self._shifts = SlotShifts(device.activation_dtype)
+        self._moved: dict[tuple[int, int], Lane] = {}
         self.private = {
             slot: DeviceMemory(device.gpu.scratch(size), size)
             for slot, size in sizes.items()
@@ -205,7 +222,8 @@ class Compiler:
         lane = self.batch_lane if shared else self.lanes[0]
         builder = self._begin(phase, tokens, keys, lane=lane, shared=shared, builds_graphs=builds_graphs)
         delta = self._layers(builder)
-        return CompiledPass.of(self._finished(builder, f"{phase} of {tokens}"), delta, lane.number)
+        steps = self._finished(builder, f"{phase} of {tokens}")
+        return CompiledPass.of(steps, delta, lane.number, builder.names)
 
     def compile_flight(self, lengths: Sequence[int], position: int, keys: int) -> CompiledPass:
         """Return the steps of several chunks of a prompt at once, in the order of the plan's schedule.
@@ -217,19 +235,19 @@ class Compiler:
         """
         schedule = self._plan.schedule
         assert schedule is not None  # the plan has lanes
-        chunks, first = [], position
+        chunks, first, names = [], position, dict[DeviceMemory, Buffer]()
         for lane, tokens in zip(self.lanes, lengths, strict=False):
             builder = self._begin("prefill", tokens, keys, lane=lane, plan=self._flight_plan)
             delta = self._layers(builder)
             chunks.append(Chunk(tokens, first, builder.steps))
+            names |= builder.names
             first += tokens
-        names = {memory: name for lane in self.lanes for memory, name in lane.names.items()}
         where = f"prefill of {' + '.join(map(str, lengths))}"
         kinds = {spec.layer: spec.kind for spec in self._weights.specs}
         steps = interleaved(chunks, schedule, self._plan.chunk_length, kinds)
         if self._check is not None:
             steps = self._check.checked(steps, names, where)
-        return CompiledPass.of(tuple(steps), delta, len(lengths) - 1)
+        return CompiledPass.of(tuple(steps), delta, len(lengths) - 1, names)
 
     def _layers(self, builder: PassBuilder) -> Delta:
         """Append the embedding and all layers, and return the output of the last."""
@@ -315,7 +333,8 @@ class Compiler:
         """
         output = layers.output
         assert output is not None
-        builder = self._begin(phase, rows, is_head=True, lane=self._lane(layers), builds_graphs=builds_graphs)
+        lane = self._lane(layers)
+        builder = self._begin(phase, rows, behind=layers, lane=lane, builds_graphs=builds_graphs)
         op = self._linears.placed(builder, -1, "head")
         self._glue.final_norm(builder, output, op.source, op.input_codes)
         if op.placement.npu_lengths:
@@ -338,7 +357,7 @@ class Compiler:
         """
         output = layers.output
         assert output is not None
-        builder = self._begin(phase, rows, is_head=True, lane=self._lane(layers))
+        builder = self._begin(phase, rows, behind=layers, lane=self._lane(layers), moves=False)
         self._glue.final_norm(builder, output, builder.lane.shared["head_input"], None)
         self._splits.end(builder, waits=layers.uses_npu)
         written = (*segments_of(output.segments), builder.lane.private["residual"])
@@ -350,15 +369,18 @@ class Compiler:
         tokens: int,
         keys: int = 0,
         *,
-        is_head: bool = False,
+        behind: CompiledPass | None = None,
         lane: Lane | None = None,
+        moves: bool = True,
         plan: Plan | None = None,
         shared: bool = False,
         builds_graphs: bool = True,
     ) -> PassBuilder:
         lane = lane or self.lanes[0]
-        own = [self._specs[-1, "head"]] if is_head else self._weights.specs[:-1]
-        placed = (plan or self._plan).operators(phase, tokens, own, rows=tokens)
+        own = self._weights.specs[:-1] if behind is None else [self._specs[-1, "head"]]
+        placed = list((plan or self._plan).operators(phase, tokens, own, rows=tokens))
+        if moves:
+            lane = self._moved_lane(lane, placed)
         return PassBuilder(
             phase,
             tokens,
@@ -366,7 +388,7 @@ class Compiler:
             {(spec.layer, spec.group): (spec, placement) for spec, placement in placed},
             self._fences.of_pass(phase, tokens),
             lane,
-            lane.names,
+            lane.names if behind is None else {**behind.names, **lane.names},
             self._runtime,
             self.states.memory,
             keys=keys,
@@ -374,6 +396,18 @@ class Compiler:
             after_every_operator=self._fences.after_every_operator,
             builds_graphs=builds_graphs,
         )
+
+    def _moved_lane(self, lane: Lane, placed: Placed) -> Lane:
+        """Return a lane whose slots begin in the arena where the graphs of a pass find their tensors."""
+        arena, number = self.pool.arena, lane.number
+        shift = 0 if arena is None else self._shifts.find(number, placed)
+        if arena is None or not shift:
+            return lane
+        if (number, shift) not in self._moved:
+            names = {slot: lane_slot(slot, number) for slot in lane.shared}
+            shared = {slot: arena.slot(name, shift) for slot, name in names.items() if name in arena}
+            self._moved[number, shift] = lane.moved(shared)
+        return self._moved[number, shift]
 
     def _finished(
         self, builder: PassBuilder, where: str, written: Sequence[DeviceMemory] = ()

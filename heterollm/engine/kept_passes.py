@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 from heterollm.engine.compiler import Compiler
 from heterollm.engine.observer import Observer, during
 from heterollm.engine.passes import CompiledPass, compiling
+from heterollm.kernels.gpu import DeviceMemory
 from heterollm.kernels.ops import Join, Phase
 from heterollm.solver import Plan
 
@@ -22,6 +23,9 @@ PassLength: TypeAlias = "int | tuple[int, ...]"
 
 PassKey: TypeAlias = tuple[Phase, PassLength, int]
 """Phase, tokens and keys of a pass."""
+
+HeadKey: TypeAlias = tuple[Phase, int, tuple[DeviceMemory, tuple[int, ...], Join], int, bool, bool]
+"""Phase, rows, memory and form of the input, lane, and whether it uses the NPU and ends in logits."""
 
 
 class KeptPasses:
@@ -49,7 +53,7 @@ class KeptPasses:
     ) -> None:
         self.compiled: OrderedDict[PassKey, CompiledPass] = OrderedDict()
         self.prepared_s = 0.0
-        self._heads: dict[tuple[Phase, int, tuple[int, ...], Join, int, bool, bool], CompiledPass] = {}
+        self._heads: dict[HeadKey, CompiledPass] = {}
         self._batches: dict[int, CompiledPass] = {}
         self._compiler = compiler
         self._observer = observer
@@ -90,7 +94,8 @@ class KeptPasses:
         """Return the head behind a pass, for some positions; without logits its norm alone."""
         assert compiled.output is not None
         output = compiled.output.segments
-        key = (phase, rows, output.splits, output.join, compiled.lane, compiled.uses_npu, logits)
+        place = output.a, output.splits, output.join
+        key = (phase, rows, place, compiled.lane, compiled.uses_npu, logits)
         head = self._heads.get(key)
         if head is None:
             with self._preparing(), compiling(phase, rows):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heterollm.engine.step import Buffer
 from heterollm.kernels.gpu import DeviceMemory, SharedArray
@@ -28,3 +28,9 @@ class Lane:
     tokens: SharedArray
     step: SharedArray
     names: Mapping[DeviceMemory, Buffer]
+
+    def moved(self, shared: Mapping[str, SharedArray]) -> Lane:
+        """Return the lane with some slots in other memory."""
+        others: dict[DeviceMemory, DeviceMemory] = {self.shared[slot]: own for slot, own in shared.items()}
+        names = {others.get(memory, memory): name for memory, name in self.names.items()}
+        return replace(self, shared={**self.shared, **shared}, names=names)

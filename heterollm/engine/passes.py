@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
 from heterollm.base import EngineError
 from heterollm.engine.pauses import Pause, find_pauses
@@ -14,6 +16,8 @@ from heterollm.engine.step import Buffer, Call, Step
 from heterollm.engine.windows import PassPiece, Spare, Window, find_pieces, find_windows
 from heterollm.kernels.gpu import DeviceMemory, Launch, MergedLaunch, OpenClError
 from heterollm.kernels.ops import Phase
+
+NO_NAMES: Final[Mapping[DeviceMemory, Buffer]] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -26,6 +30,7 @@ class CompiledPass:
         state_launches: The kernels that use the state of sessions.
         output: The output of the last layer; None for a head.
         lane: The lane of the output.
+        names: The buffers of its slots.
         uses_npu: Whether it runs graphs.
         pauses: Places between layers; None until :meth:`find_pauses` looks for them.
         windows: Places for decode passes, likewise.
@@ -37,6 +42,7 @@ class CompiledPass:
     state_launches: tuple[Launch | MergedLaunch, ...] = ()
     output: Delta | None = None
     lane: int = 0
+    names: Mapping[DeviceMemory, Buffer] = field(default_factory=lambda: NO_NAMES)
     uses_npu: bool = False
     pauses: tuple[Pause, ...] | None = None
     windows: tuple[Window, ...] | None = None
@@ -48,6 +54,7 @@ class CompiledPass:
         steps: tuple[Step, ...],
         output: Delta | None = None,
         lane: int = 0,
+        names: Mapping[DeviceMemory, Buffer] = NO_NAMES,
     ) -> CompiledPass:
         """Return the pass with these steps."""
         calls = tuple(step.run for step in steps)
@@ -57,19 +64,17 @@ class CompiledPass:
             if isinstance(step.run, Launch | MergedLaunch) and any(map(is_state, (*step.reads, *step.writes)))
         )
         uses_npu = any(step.processor == "npu" for step in steps)
-        return cls(steps, calls, launches, output, lane, uses_npu)
+        return cls(steps, calls, launches, output, lane, names, uses_npu)
 
     def rebind(self) -> None:
         """Use the buffers that the memory of state has now; no kernel may be running."""
         for launch in self.state_launches:
             launch.rebind()
 
-    def find_pauses(
-        self, names: Mapping[DeviceMemory, Buffer], sizes: Callable[[], Mapping[str, int]]
-    ) -> tuple[Pause, ...]:
+    def find_pauses(self, sizes: Callable[[], Mapping[str, int]]) -> tuple[Pause, ...]:
         """Return the places between layers at which the pass may pause; see :func:`find_pauses`."""
         if self.pauses is None:
-            self.pauses = find_pauses(self.steps, names, sizes())
+            self.pauses = find_pauses(self.steps, self.names, sizes())
         return self.pauses
 
     def find_windows(self, spares: dict[tuple[str, int], Spare]) -> tuple[Window, ...]:

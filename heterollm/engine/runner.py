@@ -480,7 +480,7 @@ class Engine:
             pauses: tuple[Pause, ...] = ()
             if wanted is not _never and self.observer is None:
                 sizes = partial(self._compiler.chunk_sizes, len(tokens))
-                pauses = compiled.find_pauses(self._lanes[0].names, sizes)
+                pauses = compiled.find_pauses(sizes)
             windows = self._windows(compiled, beside, last=bool(last))
             begin = done = 0
             stops: Sequence[Pause | Window] = sorted((*pauses, *windows), key=attrgetter("index"))

@@ -48,6 +48,9 @@ their intermediate values; and the sum of each token."""
 LAYER_ROWS, LAYER_INPUTS = "layer_rows", "layer_inputs"
 """Slots of layers' embeddings of tokens: rows of their table, which the host writes, and those embeddings."""
 
+HOST_SLOTS: Final = ("logits", LAYER_ROWS)
+"""Slots that the host reads or writes, and no NPU graph."""
+
 GATED_OUTPUT: Final = "gated_output"
 """Slot of the output of a network behind the gate of whole tokens or a norm of its own, and of Laurel."""
 
@@ -85,6 +88,11 @@ def is_private(slot: str) -> bool:
     """Return whether only kernels of the GPU read and write a slot, which is then in the GPU's memory."""
     slot = slot.partition(".")[0]
     return slot in PRIVATE_SLOTS or slot.endswith(("_codes", "_blocks"))
+
+
+def is_for_host(slot: str) -> bool:
+    """Return whether the host reads or writes a slot, and no NPU graph."""
+    return slot.partition(".")[0] in HOST_SLOTS
 
 
 def lane_slot(slot: str, lane: int) -> str:

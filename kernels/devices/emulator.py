@@ -7,6 +7,7 @@ import numpy as np
 from heterollm.kernels.device import Device
 from heterollm.kernels.devices import gpu, software
 from heterollm.kernels.devices.kind import DeviceKind, Opening
+from heterollm.kernels.sync import open_arenas
 from heterollm.kernels.threads import split_threads
 
 
@@ -24,6 +25,7 @@ def open_emulator(wanted: Opening) -> Device:
         power_switch=npu.power,
         packager=npu,
         keeper=npu,
+        arenas=open_arenas(runtime, npu),
     )
 
 

@@ -12,6 +12,7 @@ from heterollm.kernels.devices import gpu, software
 from heterollm.kernels.devices.choice import choose_gpu, is_translated
 from heterollm.kernels.devices.kind import DeviceKind, Opening
 from heterollm.kernels.devices.runtimes import QUALCOMM, opencl_devices
+from heterollm.kernels.sync import open_arenas
 from heterollm.kernels.threads import ThreadSplit, biggest_cores, on_cores
 
 
@@ -33,6 +34,7 @@ def open_snapdragon(wanted: Opening) -> Device:
         npu = QnnNpu(emulator=False, power=power)
         npu.self_test()
         npu.choose_contexts(chosen_context_layers())
+        arenas = open_arenas(runtime, npu)
         if npu.power is not None:
             npu.power.wake()
     split = ThreadSplit((), ())
@@ -42,6 +44,7 @@ def open_snapdragon(wanted: Opening) -> Device:
         power_switch=npu.power,
         packager=npu,
         keeper=npu,
+        arenas=arenas,
     )
 
 

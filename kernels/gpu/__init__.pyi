@@ -38,6 +38,8 @@ from .heads import KvMemory as KvMemory
 from .heads import RecurrentLayer as RecurrentLayer
 from .heads import Rotation as Rotation
 from .heads import Scores as Scores
+from .imports import ImportedMemory as ImportedMemory
+from .imports import import_padding_bytes as import_padding_bytes
 from .launch import Argument as Argument
 from .launch import Launch as Launch
 from .launch import OpenClLaunch as OpenClLaunch

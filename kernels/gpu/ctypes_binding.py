@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -64,6 +64,8 @@ kernel_arg_address_qualifier = SimpleNamespace(GLOBAL=0x119B)
 kernel_arg_type_qualifier = SimpleNamespace(CONST=1)
 
 CONTEXT_DEVICES: Final = 0x1081
+MEMORY_SIZE: Final = 0x1102
+BUFFER_REGION: Final = 0x1220
 PROGRAM_BINARY_SIZES: Final = 0x1165
 PROGRAM_BUILD_LOG: Final = 0x1183
 KERNEL_NUM_ARGS: Final = 0x1191
@@ -93,6 +95,7 @@ DEVICE_NUMBERS: Final = {
     "host_unified_memory": 0x1035,
     "image_max_buffer_size": 0x1040,
     "svm_capabilities": 0x1053,
+    "ext_mem_padding_in_bytes_qcom": 0x40A0,
 }
 DEVICE_PLATFORM: Final = 0x1031
 
@@ -277,6 +280,27 @@ class Buffer(Handle):
         self._array = hostbuf if flags & mem_flags.USE_HOST_PTR else None
         address = None if hostbuf is None else _address(hostbuf)
         self._create("clCreateBuffer", context, flags, self.size, address)
+
+    @classmethod
+    def from_int_ptr(cls, address: int, *, retain: bool) -> Self:
+        """Return the buffer at an address, whose reference it takes over."""
+        assert not retain
+        buffer = cls._empty(0)
+        buffer.value = address
+        buffer.size = _number(_query("clGetMemObjectInfo", buffer, MEMORY_SIZE))
+        return buffer
+
+    def get_sub_region(self, origin: int, size: int) -> Self:
+        """Return a range of the buffer's bytes as a buffer."""
+        part = self._empty(size)
+        part._create("clCreateSubBuffer", self, 0, BUFFER_REGION, (ctypes.c_size_t * 2)(origin, size))  # noqa: SLF001
+        return part
+
+    @classmethod
+    def _empty(cls, size: int) -> Self:
+        buffer = cls.__new__(cls)
+        buffer._array, buffer.size = None, size  # noqa: SLF001
+        return buffer
 
     def get_host_array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return the start of the host's memory that the buffer uses."""

@@ -77,6 +77,7 @@ FUNCTIONS: Final[Mapping[str, Function]] = {
     "clReleaseCommandQueue": Function(11, (POINTER,)),
     "clCreateBuffer": Function(14, (POINTER, FLAGS, SIZE, POINTER, POINTER), POINTER),
     "clReleaseMemObject": Function(18, (POINTER,)),
+    "clGetMemObjectInfo": Function(20, (POINTER, *QUERY)),
     "clCreateProgramWithSource": Function(26, (POINTER, UINT, POINTER, POINTER, POINTER), POINTER),
     "clCreateProgramWithBinary": Function(
         27, (POINTER, UINT, POINTER, POINTER, POINTER, POINTER, POINTER), POINTER
@@ -101,13 +102,16 @@ FUNCTIONS: Final[Mapping[str, Function]] = {
     "clEnqueueMapBuffer": Function(56, (POINTER, POINTER, UINT, FLAGS, SIZE, SIZE, *WAITS, POINTER), POINTER),
     "clEnqueueUnmapMemObject": Function(58, (POINTER, POINTER, POINTER, *WAITS)),
     "clEnqueueNDRangeKernel": Function(59, (), quick=True),
+    "clCreateSubBuffer": Function(82, (POINTER, FLAGS, UINT, POINTER, POINTER), POINTER),
     "clCreateImage": Function(96, (POINTER, FLAGS, POINTER, POINTER, POINTER, POINTER), POINTER),
     "clGetKernelArgInfo": Function(101, (POINTER, UINT, *QUERY)),
     "clEnqueueFillBuffer": Function(102, (POINTER, POINTER, POINTER, SIZE, SIZE, SIZE, *WAITS)),
     "clEnqueueMarkerWithWaitList": Function(105, (POINTER, *WAITS), quick=True),
+    "clGetExtensionFunctionAddressForPlatform": Function(107, (POINTER, POINTER), POINTER),
     "clSVMAlloc": Function(126, (POINTER, FLAGS, SIZE, UINT), POINTER),
     "clSVMFree": Function(127, (POINTER, POINTER), None),
     "clSetKernelArgSVMPointer": Function(134, (POINTER, UINT, POINTER), quick=True),
+    "clCreateBufferWithProperties": Function(146, (POINTER, POINTER, FLAGS, SIZE, POINTER, POINTER), POINTER),
 }
 
 

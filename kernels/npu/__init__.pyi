@@ -47,6 +47,10 @@ from .shards import ScoresShard as ScoresShard
 from .shards import ShardKey as ShardKey
 from .shards import StreamNorm as StreamNorm
 from .shards import WeightShard as WeightShard
+from .shared_memory import SharingEdges as SharingEdges
+from .shared_memory import rpcmem as rpcmem
+from .small_shard import exact_product as exact_product
+from .small_shard import small_shard as small_shard
 from .tensors import INPUT as INPUT
 from .tensors import KEYS as KEYS
 from .tensors import OUTPUT as OUTPUT

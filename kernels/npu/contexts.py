@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from msgspec import Struct
 
 from heterollm.kernels.npu.protocol import GraphForm
-from heterollm.kernels.npu.session import HeldSession
+from heterollm.kernels.npu.session import Handles, HeldSession
 from heterollm.kernels.npu.shards import GraphShard, ShardKey, WeightShard
 
 SlicePlace: TypeAlias = tuple[int, str, tuple[int, ...], tuple[int, ...]]
@@ -99,6 +99,7 @@ class HeldContext:
         graphs: Its graphs.
         sessions: Their sessions, open, in the order in which they were opened.
         open_again: Opens them again.
+        handles: Shared memory as the context knows it; None where all memory is the host's.
     """
 
     def __init__(
@@ -107,11 +108,12 @@ class HeldContext:
         graphs: Sequence[GraphIdentity],
         sessions: Sequence[Any],
         open_again: Callable[[], Sequence[Any]],
+        handles: Handles | None = None,
     ) -> None:
         self.size_bytes = size_bytes
         self._open_again = open_again
         self.graphs = {
-            key: HeldSession(session, lambda number=number: self._open(number))  # type: ignore[misc]
+            key: HeldSession(session, lambda number=number: self._open(number), handles)  # type: ignore[misc]
             for number, (key, session) in enumerate(zip(graphs, sessions, strict=True))
         }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -68,6 +68,7 @@ from heterollm.kernels.npu.qnn_sharing import (
     REUSED_IO_OPTION,
     keep_verdict,
     kept_verdict,
+    machine_key,
     run_sharing_test,
 )
 from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
@@ -75,6 +76,8 @@ from heterollm.kernels.npu.self_test import check_small_linear
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.npu.shapes import ExpertsShape, GraphShape, LinearShape, ScoresShape
 from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, ScoresShard, WeightShard
+from heterollm.kernels.npu.shared_memory import ALLOCATOR_OPTION, SharedMemory, SharedPages, SharingEdges
+from heterollm.kernels.npu.small_shard import small_shard
 from heterollm.kernels.npu.tensors import graph_tensors
 from heterollm.kernels.ops import Power
 
@@ -116,6 +119,7 @@ class QnnNpu:
     Attributes:
         power: The switch of the clocks; None where nothing is asked for.
         context_layers: As above; :meth:`choose_contexts` and a refused context change it.
+        memory: Memory that graphs use without copies; None before :meth:`share_memory`.
 
     Raises:
         DeviceError: The provider, the emulator or the NPU is missing.
@@ -142,6 +146,7 @@ class QnnNpu:
         usable, reason, fix = qnn_available(emulator=emulator)
         if not usable:
             raise DeviceError(reason, fix=fix)
+        self.memory: SharedMemory | None = None
         if emulator and soc_model is None:
             soc_model = DEFAULT_SOC_MODEL
         options = {
@@ -254,6 +259,36 @@ class QnnNpu:
         verdict = run_sharing_test(self._target, loads=not self._target.emulator)
         keep_verdict(self._target, self.soc_model, verdict)
         return verdict
+
+    def share_memory(
+        self, edges: SharingEdges, refused: Callable[[SharingEdges], None] | None = None
+    ) -> None:
+        """Use QNN's shared allocator, and its memory without copies, in sessions that open from now on.
+
+        Args:
+            edges: The edges at which graphs may.
+            refused: Called with the remaining edges if a graph refuses the memory in spite of that.
+        """
+        self._contexts.clear()  # sessions without the allocator, none of which runs again
+        options = self._target.session_options | ALLOCATOR_OPTION
+        self._target = replace(self._target, session_options=options)
+        self.memory = SharedMemory(edges, refused)
+
+    def allocate(self, size_bytes: int) -> SharedPages:
+        """Return new shared memory; a small session allocates it, which need not stay open.
+
+        Raises:
+            GraphError: The session does not open, or does not allocate.
+        """
+        assert self.memory is not None  # share_memory comes first
+        shard = small_shard("self_test")
+        graphs: list[PackedGraph] = [(shard, check_form(self, shard, 32, None), 32)]
+        (session,) = self._open(self._stored(graphs), graphs, context_label(graphs))
+        return self.memory.allocate(session, size_bytes)
+
+    def machine_key(self) -> dict[str, Any]:
+        """Return what the results of self-tests on this machine depend on."""
+        return machine_key(self._target, self.soc_model)
 
     def package(self, contexts: Sequence[Sequence[ContextGraph]]) -> None:
         """State which graphs share a context; see :class:`heterollm.kernels.npu.ContextPackager`.
@@ -429,7 +464,8 @@ class QnnNpu:
             self.loaded_count += len(sessions)
             return sessions
 
-        self._contexts.add(HeldContext(size_bytes, keys, sessions, open_again))
+        handles = None if self.memory is None else self.memory.new_context()
+        self._contexts.add(HeldContext(size_bytes, keys, sessions, open_again, handles))
 
     def _stop_sharing(self, reason: str) -> None:
         """Use contexts of one graph from now on, in later processes too, after a context was refused."""

@@ -36,7 +36,7 @@ from heterollm.base import (
     own_folder,
     scratch_folder,
 )
-from heterollm.kernels.formats import QuantizedTensor, linear_errors
+from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.npu.contexts import SharingVerdict
 from heterollm.kernels.npu.graphs import GRAPH_VERSION, write_graph
 from heterollm.kernels.npu.qnn_binaries import GRAPHS_FOLDER
@@ -44,6 +44,7 @@ from heterollm.kernels.npu.qnn_child import answer_parent, run_child
 from heterollm.kernels.npu.qnn_compile import compile_shared
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_context, provider_metadata, qnn_versions
 from heterollm.kernels.npu.shards import LinearShard
+from heterollm.kernels.npu.small_shard import exact_product, small_shard
 from heterollm.kernels.npu.tensors import INPUT
 
 REUSED_IO_OPTION: Final = "htp_reused_io_limit_mb"
@@ -55,7 +56,6 @@ TIMEOUT_S: Final = 120.0
 LENGTHS: Final = (32, 64)
 ROWS: Final = 256
 COLUMNS: Final = 1024
-BLOCK: Final = 32
 
 
 def kept_verdict(target: QnnTarget, soc_model: str) -> SharingVerdict:
@@ -87,7 +87,7 @@ def run_sharing_test(target: QnnTarget, *, loads: bool, timeout_s: float = TIMEO
         loads: Whether to load it; without, it is only measured.
         timeout_s: Longest time to load and run.
     """
-    shard = _shard()
+    shard = small_shard("sharing", ROWS, COLUMNS)
     try:
         with scratch_folder("heterollm-sharing-") as folder:
             models = _compiled(shard, target, folder)
@@ -145,10 +145,9 @@ def _run(
     }
     task = "test of a context with shared weights"
     run_child(__spec__.name, request, folder / "answer", task, timeout_s=timeout_s)
-    exact = shard.weight.dequantize().astype(np.float64).T  # type: ignore[union-attr]
     for turn in (0, 1):
         for number, x in enumerate(inputs):
-            errors = linear_errors(np.load(_output_file(folder, turn, number)), x.astype(np.float64) @ exact)
+            errors = linear_errors(np.load(_output_file(folder, turn, number)), exact_product(shard, x))
             if not errors.within("fp16"):
                 raise GraphError(
                     f"A context with shared weights computes wrong numbers at {len(x)} tokens, opening "
@@ -184,20 +183,9 @@ def _inputs() -> list[NDArray[np.float16]]:
     return [generator.standard_normal((length, COLUMNS)).astype(np.float16) for length in LENGTHS]
 
 
-def _shard() -> LinearShard:
-    generator = np.random.default_rng(0)
-    weight = QuantizedTensor(
-        generator.integers(0, 256, (ROWS, COLUMNS // BLOCK, BLOCK // 2), np.uint8),
-        generator.uniform(0.01, 0.02, (ROWS, COLUMNS // BLOCK)).astype(np.float16),
-        None,
-        4,
-        BLOCK,
-    )
-    return LinearShard(weight, 0, "sharing", ((0, ROWS),), "sharing")
-
-
-def _verdict_file(target: QnnTarget, soc_model: str) -> Path:
-    key = {
+def machine_key(target: QnnTarget, soc_model: str) -> dict[str, Any]:
+    """Return what the results of self-tests depend on: software, driver, machine and chip."""
+    return {
         "versions": qnn_versions(),
         "driver": () if target.emulator else provider_metadata(),
         "machine": (platform.system(), platform.machine(), target.emulator),
@@ -205,6 +193,10 @@ def _verdict_file(target: QnnTarget, soc_model: str) -> Path:
         "options": target.options,
         "graph_version": GRAPH_VERSION,
     }
+
+
+def _verdict_file(target: QnnTarget, soc_model: str) -> Path:
+    key = machine_key(target, soc_model)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return own_folder(GRAPHS_FOLDER) / f"{cache_name('shared contexts', digest)}.json"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from heterollm.base import DeviceError, see
-from heterollm.kernels.formats import QuantizedTensor, linear_errors
+from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.npu.protocol import NpuBackend
-from heterollm.kernels.npu.shards import LinearShard
+from heterollm.kernels.npu.small_shard import exact_product, small_shard
 
-ROWS, COLUMNS, TOKENS, BLOCK = 64, 256, 32, 32
+TOKENS = 32
 
 
 def check_small_linear(npu: NpuBackend, software: str) -> None:
@@ -23,15 +23,11 @@ def check_small_linear(npu: NpuBackend, software: str) -> None:
         DeviceError: It computes wrong numbers.
         GraphError: The graph does not compile or run.
     """
-    generator = np.random.default_rng(0)
-    codes = generator.integers(0, 256, (ROWS, COLUMNS // BLOCK, BLOCK // 2), np.uint8)
-    scales = generator.uniform(0.01, 0.02, (ROWS, COLUMNS // BLOCK)).astype(np.float16)
-    weight = QuantizedTensor(codes, scales, None, 4, BLOCK)
-    shard = LinearShard(weight, 0, "self_test", ((0, ROWS),), "self_test")
-    x = generator.standard_normal((TOKENS, COLUMNS)).astype(npu.activation_dtype)
-    y = np.zeros((TOKENS, ROWS), npu.activation_dtype)
+    shard = small_shard("self_test")
+    x = np.random.default_rng(1).standard_normal((TOKENS, shard.columns)).astype(npu.activation_dtype)
+    y = np.zeros((TOKENS, shard.rows), npu.activation_dtype)
     npu.prepare(shard, TOKENS).bind({"x": x}, {"y": y})()
-    errors = linear_errors(y, x.astype(np.float64) @ weight.dequantize().astype(np.float64).T)
+    errors = linear_errors(y, exact_product(shard, x))
     if not errors.within("fp16"):
         raise DeviceError(
             f"{npu.name} computes wrong numbers: NMSE {errors.nmse:.1e} on the self-test.",

@@ -1,3 +1,6 @@
+from .arena import SPARE_BYTES as SPARE_BYTES
+from .arena import SharedArenas as SharedArenas
+from .arena import open_arenas as open_arenas
 from .fence import Fence as Fence
 from .fence import WaitLimits as WaitLimits
 from .fence import prepare_fence as prepare_fence

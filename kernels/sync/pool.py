@@ -1,7 +1,8 @@
 """The pool of shared memory for activations between processors and layers.
 
 A few page-aligned slots serve all layers. They are never reallocated, so that the addresses bound to NPU
-sessions and kernels stay valid (HeteroLLM, section 4.2: "a dedicated memory pool").
+sessions and kernels stay valid (HeteroLLM, section 4.2: "a dedicated memory pool"). Those that NPU graphs use
+are in an arena, where the device has one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 from heterollm.base import KernelError
 from heterollm.kernels.gpu import GpuRuntime, SharedArray
+from heterollm.kernels.sync.arena import Arena
 
 
 class Pool:
@@ -18,11 +20,16 @@ class Pool:
     Args:
         runtime: The GPU that addresses them.
         sizes_bytes: Size of every slot.
+        arena: Memory of some of them; None if all are the runtime's.
     """
 
-    def __init__(self, runtime: GpuRuntime, sizes_bytes: dict[str, int]) -> None:
+    def __init__(self, runtime: GpuRuntime, sizes_bytes: dict[str, int], arena: Arena | None = None) -> None:
+        self.arena = arena
         # One byte type: the same slot holds different shapes at different lengths.
-        self._slots = {name: runtime.shared((size,), "uint8") for name, size in sizes_bytes.items()}
+        self._slots = {
+            name: runtime.shared((size,), "uint8") if arena is None or name not in arena else arena.slot(name)
+            for name, size in sizes_bytes.items()
+        }
 
     def __getitem__(self, name: str) -> SharedArray:
         """Return a slot by name."""

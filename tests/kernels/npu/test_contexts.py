@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 from heterollm.base import DeviceError, GraphError
 from heterollm.kernels.formats import linear_errors
-from heterollm.kernels.npu import ContextGraph, LinearShard, QnnNpu, qnn_available, qnn_sharing
+from heterollm.kernels.npu import ContextGraph, LinearShard, QnnNpu, qnn_available, qnn_sharing, small_shard
 from heterollm.kernels.npu import qnn as npu_qnn
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.npu.qnn_child import ChildError
@@ -307,7 +307,11 @@ class TestVerdict:
                 self.runs += 1
                 self.options.append(request["session_options"])
                 folder = Path(request["folder"])
-                weight = qnn_sharing._shard().weight.dequantize().astype(np.float32)
+                weight = (
+                    small_shard("sharing", qnn_sharing.ROWS, qnn_sharing.COLUMNS)
+                    .weight.dequantize()
+                    .astype(np.float32)
+                )
                 outputs = {}
                 for number in range(len(request["models"])):
                     x = np.load(folder / f"x{number}.npy").astype(np.float32)
