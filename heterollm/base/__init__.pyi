@@ -50,6 +50,7 @@ from .file_digests import file_digests as file_digests
 from .file_index import FileIndex as FileIndex
 from .forks import check_process as check_process
 from .forks import mark_device_opened as mark_device_opened
+from .kept_result import KeptResult as KeptResult
 from .keywords import check_keywords as check_keywords
 from .limited_child import CrashError as CrashError
 from .limited_child import LimitedChild as LimitedChild

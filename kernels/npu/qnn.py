@@ -66,10 +66,10 @@ from heterollm.kernels.npu.qnn_power import SESSION_OPTIONS, QnnPower
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_context, qnn_available, qnn_versions
 from heterollm.kernels.npu.qnn_sharing import (
     REUSED_IO_OPTION,
-    keep_verdict,
     kept_verdict,
     machine_key,
     run_sharing_test,
+    verdict_file,
 )
 from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
 from heterollm.kernels.npu.self_test import check_small_linear
@@ -257,7 +257,7 @@ class QnnNpu:
             CacheError: The cache cannot be written.
         """
         verdict = run_sharing_test(self._target, loads=not self._target.emulator)
-        keep_verdict(self._target, self.soc_model, verdict)
+        verdict_file(self._target, self.soc_model).keep(verdict)
         return verdict
 
     def share_memory(
@@ -473,7 +473,7 @@ class QnnNpu:
         self.context_layers = 0
         self._packages.clear()
         try:
-            keep_verdict(self._target, self.soc_model, SharingVerdict("fail", reason))
+            verdict_file(self._target, self.soc_model).keep(SharingVerdict("fail", reason))
         except CacheError as error:
             logger.warning("This is not kept: %s", error)
 

@@ -8,8 +8,6 @@ crashes there (SIGSEGV).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,22 +16,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from msgspec import to_builtins
 from numpy.typing import NDArray
 
 from heterollm.base import (
-    CacheError,
     DeviceError,
     GraphError,
     HeteroLLMError,
-    atomic_path,
-    cache_name,
-    decode,
-    decode_json,
+    KeptResult,
     delete,
     format_bytes,
-    load_or_make,
-    own_folder,
     scratch_folder,
 )
 from heterollm.kernels.formats import linear_errors
@@ -60,23 +51,12 @@ COLUMNS: Final = 1024
 
 def kept_verdict(target: QnnTarget, soc_model: str) -> SharingVerdict:
     """Return the verdict that the cache keeps for this machine; run the self-test if there is none."""
-    return load_or_make(
-        _verdict_file(target, soc_model),
-        "testing contexts with shared weights again",
-        read=_read,
-        make=lambda: run_sharing_test(target, loads=not target.emulator),
-        text=_text,
-    )
+    return verdict_file(target, soc_model).load(lambda: run_sharing_test(target, loads=not target.emulator))
 
 
-def keep_verdict(target: QnnTarget, soc_model: str, verdict: SharingVerdict) -> None:
-    """Replace the kept verdict.
-
-    Raises:
-        CacheError: The cache cannot be written.
-    """
-    with atomic_path(_verdict_file(target, soc_model)) as path:
-        path.write_text(_text(verdict), "utf-8")
+def verdict_file(target: QnnTarget, soc_model: str) -> KeptResult[SharingVerdict]:
+    """Return where the cache keeps the verdict for this machine."""
+    return KeptResult(GRAPHS_FOLDER, "shared contexts", machine_key(target, soc_model), SharingVerdict)
 
 
 def run_sharing_test(target: QnnTarget, *, loads: bool, timeout_s: float = TIMEOUT_S) -> SharingVerdict:
@@ -193,21 +173,6 @@ def machine_key(target: QnnTarget, soc_model: str) -> dict[str, Any]:
         "options": target.options,
         "graph_version": GRAPH_VERSION,
     }
-
-
-def _verdict_file(target: QnnTarget, soc_model: str) -> Path:
-    key = machine_key(target, soc_model)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return own_folder(GRAPHS_FOLDER) / f"{cache_name('shared contexts', digest)}.json"
-
-
-def _read(content: bytes) -> SharingVerdict:
-    data = decode_json(content, source="The verdict", error=CacheError)
-    return decode(data, SharingVerdict, source="It is no verdict", error=CacheError)
-
-
-def _text(verdict: SharingVerdict) -> str:
-    return json.dumps(to_builtins(verdict))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ child process before the first use. Where an edge fails, values are copied there
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from msgspec import to_builtins
 from msgspec.structs import replace
 
 from heterollm.base import (
@@ -21,13 +18,8 @@ from heterollm.base import (
     CacheError,
     GraphError,
     HeteroLLMError,
+    KeptResult,
     KernelError,
-    atomic_path,
-    cache_name,
-    decode,
-    decode_json,
-    load_or_make,
-    own_folder,
     round_up,
     scratch_folder,
 )
@@ -35,8 +27,6 @@ from heterollm.kernels.gpu import ImportedMemory, OpenClRuntime, import_padding_
 from heterollm.kernels.npu import GRAPHS_FOLDER, QnnNpu, SharingEdges, rpcmem, run_child
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from heterollm.kernels.gpu import SharedArray
 
 logger = logging.getLogger(__name__)
@@ -114,7 +104,7 @@ class SharedArenas:
     def __init__(self, runtime: OpenClRuntime, npu: QnnNpu, edges: SharingEdges) -> None:
         self._runtime = runtime
         self._npu = npu
-        if not runtime.traits.coherent:
+        if edges.usable and not runtime.traits.coherent:
             edges = replace(edges, maps=edges.maps or "all memory of this GPU is")
         elif edges.usable and edges.maps:
             # A token has two maps for a graph, of tens of microseconds each, and copies kilobytes.
@@ -141,14 +131,14 @@ class SharedArenas:
             CacheError: The cache cannot be written.
         """
         edges = probe_edges(self._runtime, self._npu)
-        _keep(self._runtime, self._npu, edges)
+        _kept(self._runtime, self._npu).keep(edges)
         return edges
 
     def _refused(self, edges: SharingEdges) -> None:
         """Keep that a graph has refused its memory."""
         self.edges = edges
         try:
-            _keep(self._runtime, self._npu, edges)
+            _kept(self._runtime, self._npu).keep(edges)
         except CacheError as error:
             logger.warning("This is not kept: %s", error)
 
@@ -162,19 +152,14 @@ def open_arenas(runtime: OpenClRuntime, npu: QnnNpu) -> SharedArenas:
     """
     if rpcmem() is None:
         return SharedArenas(runtime, npu, SharingEdges(NO_LIBRARY))
-    edges = load_or_make(
-        _file(runtime, npu),
-        "testing shared memory again",
-        read=_read,
-        make=lambda: probe_edges(runtime, npu),
-        text=_text,
-    )
+    edges = _kept(runtime, npu).load(lambda: probe_edges(runtime, npu))
     logger.info("Inputs and outputs of NPU graphs: %s", edges)
     return SharedArenas(runtime, npu, edges)
 
 
 def probe_edges(runtime: OpenClRuntime, npu: QnnNpu, *, timeout_s: float = TIMEOUT_S) -> SharingEdges:
     """Try each edge in a child process; what a crash or a hang keeps it from has failed."""
+    kept = _kept(runtime, npu)
     try:
         with scratch_folder("heterollm-arena-") as folder:
             result = folder / "edges.json"
@@ -190,30 +175,15 @@ def probe_edges(runtime: OpenClRuntime, npu: QnnNpu, *, timeout_s: float = TIMEO
                 run_child(
                     PROBE_MODULE, request, folder / "answer", "test of shared memory", timeout_s=timeout_s
                 )
-                return _read(result.read_bytes())
+                return kept.read(result.read_bytes())
             except HeteroLLMError as error:
-                seen = _read(result.read_bytes()).arena if result.exists() else ""
+                seen = kept.read(result.read_bytes()).arena if result.exists() else ""
                 return SharingEdges(f"{seen}: {error.message}" if seen else error.message)
     except OSError as error:
         return SharingEdges(f"cannot write a temporary file: {error.strerror}")
 
 
-def _read(content: bytes) -> SharingEdges:
-    data = decode_json(content, source="The result", error=CacheError)
-    return decode(data, SharingEdges, source="It is no result of the probe", error=CacheError)
-
-
-def _text(edges: SharingEdges) -> str:
-    return json.dumps(to_builtins(edges))
-
-
-def _keep(runtime: OpenClRuntime, npu: QnnNpu, edges: SharingEdges) -> None:
-    with atomic_path(_file(runtime, npu)) as path:
-        path.write_text(_text(edges), "utf-8")
-
-
-def _file(runtime: OpenClRuntime, npu: QnnNpu) -> Path:
-    gpu = runtime.traits.platform, runtime.traits.name, runtime.traits.driver, runtime.shared_memory
-    key = npu.machine_key() | {"gpu": gpu}
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return own_folder(GRAPHS_FOLDER) / f"{cache_name('shared memory', digest)}.json"
+def _kept(runtime: OpenClRuntime, npu: QnnNpu) -> KeptResult[SharingEdges]:
+    traits = runtime.traits
+    gpu = traits.platform, traits.name, traits.driver, runtime.shared_memory
+    return KeptResult(GRAPHS_FOLDER, "shared memory", npu.machine_key() | {"gpu": gpu}, SharingEdges)
