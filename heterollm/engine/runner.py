@@ -736,13 +736,12 @@ class Engine:
 
     def _drain(self) -> None:
         """Wait for the kernels of a failed pass, which must not read the next pass's step buffer."""
-        pool, gpu = self._compiler.pool, self.device.gpu
+        gpu = self.device.gpu
         try:
             prepare_fence(gpu, "poll", "a failed pass", limits=DRAIN_LIMITS)()
             gpu.finish()
             resynchronise(gpu)
-            for name in pool:
-                pool[name].release()
+            self._compiler.pool.release()
         except FenceError as error:
             self._lost = f"The GPU does not finish. {error.message}"
             logger.warning("After a failed pass: %s", error)

@@ -83,6 +83,11 @@ class Arena:
             )
         return self._slots[name, shift_bytes]
 
+    def release(self) -> None:
+        """Release every slot that is acquired, after a failure."""
+        for slot in self._slots.values():
+            slot.release()
+
     def __contains__(self, name: str) -> bool:
         """Return whether it has a slot of that name."""
         return name in self._places

@@ -31,6 +31,13 @@ class Pool:
             for name, size in sizes_bytes.items()
         }
 
+    def release(self) -> None:
+        """Release every slot that is acquired, after a failure."""
+        for slot in self._slots.values():
+            slot.release()
+        if self.arena is not None:
+            self.arena.release()
+
     def __getitem__(self, name: str) -> SharedArray:
         """Return a slot by name."""
         try:

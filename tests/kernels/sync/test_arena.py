@@ -119,10 +119,11 @@ class TestChain:
         assert "1000" in kept.read_text()
 
     @SLOW
-    @pytest.mark.parametrize("plan", ["npu", "splits"])
-    def test_a_model_computes_the_same_bits(self, stand_ins, tmp_path, plan):
-        shared = run_on_phone_memory(stand_ins, tmp_path, "model.py", plan)
-        copied = run_on_phone_memory(stand_ins, tmp_path, "model.py", plan, OPENCL_LAYERS="")
+    @pytest.mark.parametrize(("plan", "kind"), [("npu", "host"), ("splits", "host"), ("splits", "mapped")])
+    def test_a_model_computes_the_same_bits(self, stand_ins, tmp_path, plan, kind):
+        memory = {"HETEROLLM_SHARED_MEMORY": kind}
+        shared = run_on_phone_memory(stand_ins, tmp_path, "model.py", plan, **memory)
+        copied = run_on_phone_memory(stand_ins, tmp_path, "model.py", plan, OPENCL_LAYERS="", **memory)
         assert shared["digest"] == copied["digest"]
         assert shared["counts"]["copied"] == copied["counts"]["in_place"] == 0
         assert shared["counts"]["in_place"] == copied["counts"]["copied"] > 0
