@@ -65,6 +65,8 @@ class BuildCosts:
         millions = sum(rows) * spec.columns / 1e6
         if spec.then is not None:
             millions += rows[0] * spec.then.rows / 1e6
+        if spec.first is not None:
+            millions += spec.first.rows * spec.first.columns / 1e6
         return once + token * length + weights * millions
 
 

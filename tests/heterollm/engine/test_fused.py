@@ -15,9 +15,11 @@ from heterollm.calibration import Calibration, calibrate
 from heterollm.kernels.formats.tolerances import ComputeType, sqnr_db
 from heterollm.kernels.npu import qnn_available
 from heterollm.llm import LLM
+from heterollm.model import fusion_obstacle
 from heterollm.solver import Plan
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement
 from heterollm.solver.plan_records import PlanEntry
+from tests.heterollm.conftest import config_of
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 EMULATED = (pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON), pytest.mark.slow)
@@ -25,7 +27,9 @@ WIDTH = 768
 Reference = Callable[[LLM, Path, list[int]], np.ndarray]
 
 
-def fused(plan: Plan, width: int = WIDTH, *, norm: bool = True, integer: bool = False) -> Plan:
+def fused(
+    plan: Plan, width: int = WIDTH, *, norm: bool = True, integer: bool = False, gated: bool = True
+) -> Plan:
     """Return a plan of level ``npu`` with fused groups in place of others, the head on the GPU."""
 
     def entries() -> Iterator[PlanEntry]:
@@ -39,7 +43,9 @@ def fused(plan: Plan, width: int = WIDTH, *, norm: bool = True, integer: bool = 
                 yield structs.replace(entry, placement=GPU_ONLY)
             elif entry.group == "o":
                 form = "ffn_integer" if integer else None
-                yield structs.replace(entry, group="o_ffn", placement=FfnPlacement(width, lengths, form))
+                yield structs.replace(
+                    entry, group="o_ffn", placement=FfnPlacement.of((width,) * (1 + gated), lengths, form)
+                )
             elif entry.group == "qkv":
                 form = "integer" if integer else None
                 own = structs.replace(placement, npu_lengths=lengths, form=form)
@@ -157,3 +163,44 @@ def test_a_norm_is_placed_with_all_that_reads_it(npu, bundled_model):
         )
         with pytest.raises(PlanError, match="all rows of all tokens"):
             LLM.load(bundled_model, device="host", plan=structs.replace(plan, entries=entries, slices=()))
+
+
+# Biases of q, k, v; an offset of norms and GELU; norms of heads; multipliers of what layers add; xIELU.
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in ("qwen2", "gemma") else pytest.mark.slow)
+        for name in ("qwen2", "gemma", "qwen3", "granite", "apertus")
+    ],
+)
+def test_what_stays_on_the_gpu_may_be_anything(checkpoint, reference, family):
+    biases = {} if family == "qwen2" else {"attention_bias": False}
+    folder = checkpoint(family, intermediate_size=320, **biases)
+    ids = np.random.default_rng(4).integers(1, 500, 60).tolist()
+    with LLM.load(folder, device="host", plan="npu") as llm:
+        plan, expected = llm.plan, reference(llm, folder, ids)
+    for width in (320, 128):
+        options = {"norm": width == 320, "gated": family != "apertus"}
+        with LLM.load(folder, device="host", plan=fused(plan, width, **options)) as llm:
+            session = llm.session()
+            rows = session.prefill(ids[:50], all_logits=True), session.decode(ids[50])[np.newaxis]
+            hold_to_gates(np.concatenate(rows), expected[:51], "fp32")
+            assert any(step.operator == "o_ffn" for step in llm.steps("decode", 1))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("llama", ""),
+        ("gemma2", "outputs have norms of their own"),
+        ("stablelm", "no RMS norms"),
+        ("phi", "no network of its own"),
+        ("gemma3n_text", "no network of its own"),
+        ("qwen3", "o has a bias"),
+    ],
+)
+def test_layers_that_graphs_cannot_have_are_named(family, reason):
+    config = config_of(family)
+    found = {fusion_obstacle(config, layer) for layer in range(config.layers)}
+    assert all(reason in one for one in found)
+    assert bool(reason) is all(found)

@@ -1,27 +1,36 @@
 """Graphs with a norm of the residual stream: before q, k, v; and between o and a feed-forward network."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from heterollm.base import GraphError
 from heterollm.kernels.formats import linear_errors, quantize, take_columns, take_rows
 from heterollm.kernels.formats.edge_codes import CodeGrid
 from heterollm.kernels.npu import (
     FfnRanges,
+    FfnShape,
     FfnShard,
     FusedOutput,
     FusedRanges,
     LinearRanges,
+    LinearShape,
     LinearShard,
     StreamNorm,
     qnn_available,
     step_of,
 )
+from heterollm.kernels.npu.graphs import shard_digest
+from heterollm.kernels.npu.qnn import BLOCK_OPTION
+from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 emulated = [pytest.mark.emulator, pytest.mark.skipif(not USABLE, reason=REASON)]
 HIDDEN, WIDTH, HEADS = 256, 512, 320
 EPSILON = 1e-5
 LENGTHS = [1, 8, 33, 64]
+BLOCKS = WeightFormat(4, 32, scales="stepped")
 
 
 def weights(generator, rows, columns):
@@ -140,3 +149,45 @@ def test_graphs_are_within_the_gate_on_the_emulator(emulator, tokens):
         errors = linear_errors(run(emulator, shard, inputs, form), y)
         print(f"{form} {shard.row_ranges} {tokens} tokens: {errors}")
         assert errors.within("fp16"), (form, shard.row_ranges, errors)
+
+
+@pytest.mark.emulator
+@pytest.mark.slow
+@pytest.mark.skipif(not USABLE, reason=REASON)
+@pytest.mark.parametrize(
+    ("form", "case"), [("ffn", ffn_case), ("ffn_integer", ffn_case), ("integer", linear_case)]
+)
+def test_graphs_stay_in_the_forms_that_hexagon_has(compiled, form, case):
+    """One norm, and in integers no operation in floats; nothing falls back, or the session would not open."""
+    shard, _, _ = case(32)
+    operations, _ = compiled(shard, form, 32, BLOCK_OPTION if "integer" in form else {})
+    assert sum("rmsnorm" in name for name in operations) >= 1
+    floats = [name for name in operations if "fp16" in name or "Dequantize" in name]
+    assert bool(floats) is (form == "ffn"), floats
+
+
+def test_a_fused_graph_needs_its_ranges(host):
+    shard, _, _ = ffn_case(32)
+    for ranges in (None, dataclasses.replace(shard.ranges, fused=None)):
+        with pytest.raises(GraphError, match="no calibrated ranges"):
+            host.prepare(dataclasses.replace(shard, ranges=ranges), 32, "ffn_integer")
+
+
+def test_only_weights_in_blocks_are_fused(host):
+    for weight, some in (
+        (WeightFormat(16), False),
+        (WeightFormat(8, 32, scales="tensor"), False),
+        (BLOCKS, True),
+    ):
+        assert bool(host.forms(LinearShape(weight, 256, normed=True), 32)) is some
+        assert bool(host.forms(FfnShape(weight, 256, 512, "silu", normed=True), 32)) is some
+
+
+def test_shards_differ_by_what_is_added():
+    shard, _, _ = ffn_case(32)
+    other = dataclasses.replace(shard, fused=dataclasses.replace(shard.fused, is_added=False))
+    assert shard.key != other.key
+    norm = dataclasses.replace(shard.fused.norm, weight=shard.fused.norm.weight * 2)
+    assert shard_digest(shard) != shard_digest(
+        dataclasses.replace(shard, fused=dataclasses.replace(shard.fused, norm=norm))
+    )
