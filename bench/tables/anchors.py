@@ -24,6 +24,11 @@ def _bits(row: Row) -> int:
     return 16 if named else 4
 
 
+def number(speed: float) -> str:
+    """Return a speed with as many digits as a forecast deserves."""
+    return f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}"
+
+
 def ratio(row: Row) -> float:
     """Return the modelled speed over the measured one."""
     return float(row["simulated"] / row["measured"])
@@ -74,7 +79,7 @@ def _cells(row: Row | None) -> Iterator[str]:
         yield from ("", "", "")
         return
     shown = f"{ratio(row):.2f}"
-    yield from (f"{row['measured']:g}", f"{row['simulated']:.3g}", f"**{shown}**" if row["used"] else shown)
+    yield from (f"{row['measured']:g}", number(row["simulated"]), f"**{shown}**" if row["used"] else shown)
 
 
 # -- the forecast ----------------------------------------------------------------------------------------
@@ -111,13 +116,13 @@ def forecast(chip: str, model: str, level: tuple[str, bool], prompt: int = 512, 
 def _speed(row: Row) -> str:
     if "error" in row:
         return "refused"
-    decode = f" / {row['decode']:.3g}" if "decode" in row else ""
-    return f"{row['prefill']:.3g}{decode}"
+    decode = f" / {number(row['decode'])}" if "decode" in row else ""
+    return number(row["prefill"]) + decode
 
 
 def _layer(prompts: Row, decode: Row) -> str:
     """Return the speeds of ``layer``, which has the prompts of one level and the decode of another."""
-    return "refused" if "error" in prompts else f"{prompts['prefill']:.3g} / {decode['decode']:.3g}"
+    return "refused" if "error" in prompts else f"{number(prompts['prefill'])} / {number(decode['decode'])}"
 
 
 def public(chip: str, model: str) -> tuple[float, float] | None:
@@ -207,7 +212,7 @@ def lengths() -> Lines:
     """Yield prompts of other lengths."""
     for model, chip in _pairs(LENGTHS[-1]):
         rows = (forecast(chip, model, level, n) for n in LENGTHS for level in (("gpu", False), SPLIT))
-        cells = ("refused" if "error" in row else f"{row['prefill']:.3g}" for row in rows)
+        cells = ("refused" if "error" in row else number(row["prefill"]) for row in rows)
         yield f"{MODELS[model]}, {chip}", *cells
 
 
