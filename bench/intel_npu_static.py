@@ -12,12 +12,13 @@ It needs `pip install '.[intel]'`. A graph takes seconds.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -32,6 +33,11 @@ from heterollm.kernels.npu.openvino_npu import load_openvino
 from heterollm.kernels.ops import GraphMemory, WeightFormat
 
 PLATFORMS: Final = {"3720": "Meteor Lake, Arrow Lake", "4000": "Lunar Lake", "5010": "Panther Lake"}
+VARIANTS: Final = (
+    *("one scale a row", "a product for each block", "blocks as a batch"),
+    *("scales as inputs", "codes and scales as inputs"),
+)
+"""Other ways to hold blocks of 4 bits."""
 LIMIT_S: Final = 400
 SMALL: Final = 2560 * 1024
 """Most weights of a graph that is compiled for the other platforms than 4000, whose sizes hardly differ."""
@@ -134,84 +140,51 @@ def _own(case: Case, folder: Path) -> Any:  # noqa: ANN401
     return load_openvino().Core().read_model(model)
 
 
-class Parts:
-    """The parts of a graph that is written for OpenVINO alone."""
+def _variant(case: Case) -> Any:  # noqa: ANN401
+    """Return a graph that is written for OpenVINO alone."""
+    openvino, random = load_openvino(), np.random.default_rng(0)
+    op, (graph, rows, columns, tokens, weight) = openvino.opset13, case
+    block, blocks = weight.block, columns // weight.block
+    x = op.parameter([1, tokens, columns], np.float16)
+    inputs = [x]
 
-    def __init__(self, case: Case) -> None:
-        self.openvino, self.case = load_openvino(), case
-        self.op = self.openvino.opset13
-        self.blocks, self.random = case.columns // case.weight.block, np.random.default_rng(0)
-        self.codes_type = self.openvino.Type.i4
-        self.x = self.op.parameter([1, case.tokens, case.columns], np.float16, name="x")
-        self.inputs = [self.x]
+    def given(shape: list[int], kind: Any) -> Any:  # noqa: ANN401
+        inputs.append(op.parameter(shape, kind))
+        return inputs[-1]
 
-    def codes(self, *shape: int, given: bool = False) -> Any:  # noqa: ANN401
-        """Return signed 4-bit codes as float16, constant or an input."""
-        if given:
-            self.inputs.append(self.op.parameter(list(shape), self.codes_type))
-            return self.op.convert(self.inputs[-1], "f16")
-        packed = self.random.integers(0, 256, int(np.prod(shape)) // 2, np.uint8)
-        tensor = self.openvino.Tensor(packed, self.openvino.Shape(list(shape)), self.codes_type)
-        return self.op.convert(self.openvino.op.Constant(tensor, shared_memory=False), "f16")
+    def codes(*shape: int) -> Any:  # noqa: ANN401
+        packed = random.integers(0, 256, int(np.prod(shape)) // 2, np.uint8)
+        tensor = openvino.Tensor(packed, openvino.Shape(list(shape)), openvino.Type.i4)
+        return op.convert(openvino.op.Constant(tensor, shared_memory=False), "f16")
 
-    def scales(self, *shape: int, given: bool = False) -> Any:  # noqa: ANN401
-        """Return scales, constant or an input."""
-        if given:
-            self.inputs.append(self.op.parameter(list(shape), np.float16))
-            return self.inputs[-1]
-        return self.op.constant(self.random.uniform(0.01, 0.1, shape).astype(np.float16))
+    def scales(*shape: int) -> Any:  # noqa: ANN401
+        return op.constant(random.uniform(0.01, 0.1, shape).astype(np.float16))
 
-    def one_scale_a_row(self) -> Any:  # noqa: ANN401
-        """Return the product with one scale for each row."""
-        rows, columns = self.case.rows, self.case.columns
-        weight = self.op.multiply(self.codes(rows, columns), self.scales(rows, 1))
-        return self.op.matmul(self.x, weight, False, True)
+    def product(inputs: Any, weight: Any) -> Any:  # noqa: ANN401
+        return op.matmul(inputs, weight, False, True)
 
-    def product_for_each_block(self) -> Any:  # noqa: ANN401
-        """Return the sum of a product for each block, which has one scale for each row."""
-        rows, block = self.case.rows, self.case.weight.block
-        total = None
-        for part in self.op.split(self.x, 2, self.blocks).outputs():
-            weight = self.op.multiply(self.codes(rows, block), self.scales(rows, 1))
-            product = self.op.matmul(part, weight, False, True)
-            total = product if total is None else self.op.add(total, product)
-        return total
-
-    def blocks_as_a_batch(self) -> Any:  # noqa: ANN401
-        """Return the product of blocks as a batch, then scales and a sum."""
-        rows, block, tokens = self.case.rows, self.case.weight.block, self.case.tokens
-        x = self.op.transpose(self.op.reshape(self.x, [tokens, self.blocks, block], False), [1, 0, 2])
-        products = self.op.matmul(x, self.codes(self.blocks, rows, block), False, True)
-        scaled = self.op.multiply(products, self.scales(self.blocks, 1, rows))
-        return self.op.reduce_sum(scaled, [0], False)
-
-    def given(self, *, codes: bool) -> Any:  # noqa: ANN401
-        """Return the product with scales, and perhaps codes, that are inputs."""
-        rows, block = self.case.rows, self.case.weight.block
-        scales = self.scales(rows, self.blocks, 1, given=True)
-        blocks = self.op.multiply(self.codes(rows, self.blocks, block, given=codes), scales)
-        weight = self.op.reshape(blocks, [rows, self.case.columns], False)
-        return self.op.matmul(self.x, weight, False, True)
-
-
-VARIANTS: Final[dict[str, Callable[[Parts], Any]]] = {
-    "one scale a row": Parts.one_scale_a_row,
-    "a product for each block": Parts.product_for_each_block,
-    "blocks as a batch": Parts.blocks_as_a_batch,
-    "scales as inputs": lambda parts: parts.given(codes=False),
-    "codes and scales as inputs": lambda parts: parts.given(codes=True),
-}
+    if graph == "one scale a row":
+        y = product(x, op.multiply(codes(rows, columns), scales(rows, 1)))
+    elif graph == "a product for each block":
+        parts = op.split(x, 2, blocks).outputs()
+        products = [product(part, op.multiply(codes(rows, block), scales(rows, 1))) for part in parts]
+        y = functools.reduce(op.add, products)
+    elif graph == "blocks as a batch":
+        batch = op.transpose(op.reshape(x, [tokens, blocks, block], False), [1, 0, 2])
+        products = product(batch, codes(blocks, rows, block))
+        y = op.reduce_sum(op.multiply(products, scales(blocks, 1, rows)), [0], False)
+    else:
+        shape, signed = [rows, blocks, block], openvino.Type.i4
+        values = op.convert(given(shape, signed), "f16") if graph.startswith("codes") else codes(*shape)
+        values = op.multiply(values, given([rows, blocks, 1], np.float16))
+        y = product(x, op.reshape(values, [rows, columns], False))
+    return openvino.Model([y], inputs, "graph")
 
 
 def compiled_bytes(case: Case, platform: str, folder: Path) -> int | str:
     """Return the size of a compiled graph, or why there is none."""
-    openvino = load_openvino()
-    if case.graph in VARIANTS:
-        parts = Parts(case)
-        model = openvino.Model([VARIANTS[case.graph](parts)], parts.inputs, "graph")
-    else:
-        model = _own(case, folder)
-    openvino.serialize(model, str(folder / "graph.xml"))
+    model = _variant(case) if case.graph in VARIANTS else _own(case, folder)
+    load_openvino().serialize(model, str(folder / "graph.xml"))
     blob = folder / "graph.blob"
     blob.unlink(missing_ok=True)
     environment = os.environ | {"WINEDEBUG": "-all", "WINEPREFIX": str(folder / "wine")}

@@ -385,12 +385,13 @@ class OpSpec:
         tokens = max(lengths, default=0) if memory.reuses_io else sum(lengths)
         io_bytes = tokens * (self.graph_columns + outputs) * memory.activation_bytes
         copies = lengths if memory.copies_by_length else [1]
-        return sum(self._graph_weights(member_rows, memory, length) for length in copies) + io_bytes
+        return sum(self.held_bytes(member_rows, length, memory) for length in copies) + io_bytes
 
-    def _graph_weights(self, member_rows: tuple[int, ...], memory: GraphMemory, tokens: int) -> int:
+    def held_bytes(self, member_rows: tuple[int, ...], tokens: int, memory: GraphMemory) -> int:
+        """Return the bytes of weights in one NPU graph of some rows of each member."""
         own = memory.weight_bytes(self.weight, sum(member_rows), self.columns, tokens)
         if self.first is not None:
-            own += self.first._graph_weights(self.first.member_rows, memory, tokens)
+            own += self.first.held_bytes(self.first.member_rows, tokens, memory)
         if self.then is None:
             return own
         return own + memory.weight_bytes(self.then.weight, self.then.rows, member_rows[0], tokens)

@@ -120,7 +120,9 @@ class CaseOptions:
     ] = "snapdragon-8gen3"
     prompt: Annotated[IntegerList, numbers(help="Tokens of the prompt.")] = (256,)
     decode: Annotated[IntegerList, numbers(help="Tokens to decode after the first.")] = (64,)
-    plan: Annotated[Names, several(help="gpu, npu, layer, tensor, block or fused.", names=LEVELS)] = ("tensor",)
+    plan: Annotated[Names, several(help="gpu, npu, layer, tensor, block or fused.", names=LEVELS)] = (
+        "tensor",
+    )
     plan_for: Annotated[
         Literal["all", "prompt"],
         typer.Option(

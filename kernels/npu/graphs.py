@@ -5,8 +5,11 @@ Only writing imports ``onnx``: a device that runs prepared graphs needs none.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import GraphError
+from heterollm.base import GraphError, scratch_folder
 from heterollm.kernels.formats import QuantizedTensor
 from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, GraphForm
 from heterollm.kernels.npu.shards import (
@@ -30,6 +33,23 @@ GRAPH_VERSION = 2
 """Version of the built graphs. A change drops cached binaries and profile samples of older graphs."""
 
 SAMPLED_ROWS = 64
+
+
+@contextlib.contextmanager
+def graph_folder(label: str) -> Iterator[Path]:
+    """Yield a temporary folder for the graph of a shard with this label.
+
+    Raises:
+        GraphError: The graph cannot be written there.
+    """
+    try:
+        with scratch_folder("heterollm-graph-") as folder:
+            yield folder
+    except OSError as error:
+        raise GraphError(
+            f"Cannot write the graph of {label} into {tempfile.gettempdir()}: {error.strerror or error}.",
+            fix="Free some space there, or set TMPDIR to another folder.",
+        ) from error
 
 
 def shard_digest(shard: GraphShard) -> str:

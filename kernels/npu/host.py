@@ -8,15 +8,14 @@ packed for the CPU) and maps 2 MB of scales; a session loaded from bytes instead
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from heterollm.base import DeviceError, GraphError, OptionError, scratch_folder
+from heterollm.base import DeviceError, GraphError, OptionError
 from heterollm.kernels.npu.forms import every_form
-from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_graph
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_folder, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
     STANDARD_LENGTHS,
     BuiltGraph,
@@ -150,15 +149,8 @@ class HostNpu:
 
     def _built(self, shard: GraphShard, form: GraphForm) -> Any:  # noqa: ANN401
         """Open a session through a temporary file, which ONNX Runtime maps rather than copies."""
-        try:
-            with scratch_folder("heterollm-graph-") as folder:  # Windows keeps mapped files: they stay there
-                session = self._open(shard, write_graph(shard, form, self.activation_dtype, folder))
-        except OSError as error:
-            reason = error.strerror or error
-            raise GraphError(
-                f"Cannot write the graph of {shard.label} into {tempfile.gettempdir()}: {reason}.",
-                fix="Free some space there, or set TMPDIR to another folder.",
-            ) from error
+        with graph_folder(shard.label) as folder:  # Windows keeps mapped files: they stay there
+            session = self._open(shard, write_graph(shard, form, self.activation_dtype, folder))
         self.compiled_count += 1
         return session
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from heterollm.base import DeviceError, GraphError, locked, scratch_folder, see
-from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_graph
+from heterollm.base import DeviceError, GraphError, locked, see
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_folder, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
     STANDARD_LENGTHS,
     BuiltGraph,
@@ -44,19 +43,18 @@ ADVICE: Final = (
 
 
 def find_openvino(processor: str = NPU) -> str:
-    """Return the version of OpenVINO, and the name of one of its devices, without opening it.
+    """Return the name of one of OpenVINO's devices and the version of OpenVINO, without opening the device.
 
     Raises:
         DeviceError: OpenVINO is missing or cannot be imported, or has no such device.
     """
-    core = _core()
-    found = core.available_devices
+    found = _core().available_devices
     if not any(name.split(".")[0] == processor for name in found):
         raise DeviceError(
             f"OpenVINO finds no {processor} (it finds {', '.join(found) or 'nothing'}).",
             fix=ADVICE + see("the-intel-npu-is-not-found"),
         )
-    return f"{core.get_property(processor, 'FULL_DEVICE_NAME')} (openvino {_version()})"
+    return f"{_asked(processor, 'FULL_DEVICE_NAME')} (openvino {version('openvino')})"
 
 
 @functools.cache
@@ -92,8 +90,15 @@ def _core() -> Any:  # noqa: ANN401
     return load_openvino().Core()
 
 
-def _version() -> str:
-    return importlib.metadata.version("openvino")
+def _asked(processor: str, name: str) -> str:
+    """Return a property of a device."""
+    try:
+        return str(_core().get_property(processor, name))
+    except RuntimeError as error:
+        raise DeviceError(
+            f"OpenVINO's {processor} does not tell its {name}: {_words(error)}.",
+            fix=ADVICE + see("the-intel-npu-is-not-found"),
+        ) from error
 
 
 def _words(error: RuntimeError) -> str:
@@ -135,7 +140,7 @@ class OpenVinoNpu:
     activation_dtype: np.dtype[Any] = np.dtype(np.float16)
 
     def __init__(self, processor: str = NPU, threads: int = 1) -> None:
-        self.name = f"OpenVINO {find_openvino(processor).split(' (openvino')[0]}"
+        self.name = find_openvino(processor)
         self.compiled_count = 0
         self.loaded_count = 0
         self._processor = processor
@@ -150,13 +155,14 @@ class OpenVinoNpu:
     def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`.
 
-        OpenVINO computes MatMulNBits with float inputs only, and the NPU in float16 only.
+        OpenVINO computes MatMulNBits with float inputs only, and the NPU in float16 only. Whether its float16
+        holds the squares of a norm is not known.
         """
         del length
         if isinstance(shape, ScoresShape):
             return ()
         one = shape.one if isinstance(shape, ExpertsShape) else shape
-        if one.integer_inputs or one.weight.scales == "tensor" or one.weight.bits == 32:
+        if one.normed or one.integer_inputs or one.weight.scales == "tensor" or one.weight.bits == 32:
             return ()
         if not isinstance(one, LinearShape):
             return ("ffn",)
@@ -183,10 +189,7 @@ class OpenVinoNpu:
         """Put a graph into its folder; see :class:`heterollm.kernels.npu.GraphKeeper`."""
         chosen = check_form(self, shard, length, form)
         stored = self._stored(shard, chosen, length)
-        with locked(stored.model):
-            compiled = stored.problem() is not None
-            if compiled:
-                stored.build(functools.partial(self._write, shard, chosen, length))
+        compiled = self._put(stored, shard, chosen, length)
         return BuiltGraph(stored.size_bytes, compiled, "")
 
     def stored_bytes(self, shard: GraphShard, length: int, form: GraphForm | None = None) -> int:
@@ -242,8 +245,7 @@ class OpenVinoNpu:
     def versions(self) -> dict[str, str]:
         """Return the versions of OpenVINO, and of the NPU and its driver, which compiles the graphs."""
         asked = ("DEVICE_ARCHITECTURE", "NPU_DRIVER_VERSION") if self._processor == NPU else ()
-        found = {name.lower(): str(_core().get_property(NPU, name)) for name in asked}
-        return {"openvino": _version(), **found}
+        return {"openvino": version("openvino"), **{name.lower(): _asked(NPU, name) for name in asked}}
 
     def close(self) -> None:
         """Drop all graphs."""
@@ -261,34 +263,33 @@ class OpenVinoNpu:
 
     def _kept(self, shard: GraphShard, form: GraphForm, length: int) -> Any:  # noqa: ANN401
         """Load a graph from its folder; build it first if the cache has no sound one."""
-        stored, loaded = self._stored(shard, form, length), True
-        with locked(stored.model):
-            if (problem := stored.problem(contents=stored.folder in (None, self._temporary))) is not None:
-                self._folders.refuse(shard, shard.label, problem)
-                stored.build(functools.partial(self._write, shard, form, length))
-                loaded = False
-        self.loaded_count += loaded
+        stored = self._stored(shard, form, length)
+        problem = stored.problem(contents=stored.folder in (None, self._temporary))
+        if problem is None:
+            self.loaded_count += 1
+        else:
+            self._folders.refuse(shard, shard.label, problem)
+            self._put(stored, shard, form, length)
         with _refusals(shard):
             return _core().import_model(stored.binary.read_bytes(), self._processor, self._options)
 
     def _built(self, shard: GraphShard, form: GraphForm, length: int) -> Any:  # noqa: ANN401
         """Compile a graph, and keep it in memory only."""
-        try:
-            with scratch_folder("heterollm-graph-") as folder:
-                return self._compile(shard, form, length, folder, "graph")
-        except OSError as error:
-            reason = error.strerror or error
-            raise GraphError(
-                f"Cannot write the graph of {shard.label} into {tempfile.gettempdir()}: {reason}.",
-                fix="Free some space there, or set TMPDIR to another folder.",
-            ) from error
+        with graph_folder(shard.label) as folder:
+            return self._compile(shard, form, length, folder, "graph")
 
-    def _write(
-        self, shard: GraphShard, form: GraphForm, length: int, folder: Path, models: tuple[Path, ...]
-    ) -> None:
-        """Compile a graph into files."""
-        compiled = self._compile(shard, form, length, folder, models[0].stem)
-        models[0].with_suffix(".bin").write_bytes(compiled.export_model().getvalue())
+    def _put(self, stored: ContextBinary, shard: GraphShard, form: GraphForm, length: int) -> bool:
+        """Compile a graph into its files, unless they are sound; return whether this call did."""
+
+        def write(folder: Path, models: tuple[Path, ...]) -> None:
+            compiled = self._compile(shard, form, length, folder, models[0].stem)
+            models[0].with_suffix(".bin").write_bytes(compiled.export_model().getvalue())
+
+        with locked(stored.model):
+            if stored.problem() is None:
+                return False
+            stored.build(write)
+            return True
 
     def _compile(self, shard: GraphShard, form: GraphForm, length: int, folder: Path, name: str) -> Any:  # noqa: ANN401
         model = write_graph(shard, form, self.activation_dtype, folder, length, name=name)

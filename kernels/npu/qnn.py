@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,6 @@ from heterollm.base import (
     GraphError,
     OptionError,
     locked,
-    scratch_folder,
     see,
 )
 from heterollm.kernels.npu.contexts import (
@@ -48,7 +46,7 @@ from heterollm.kernels.npu.forms import (
     reshaped_forms,
     scores_forms,
 )
-from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_identity, write_graph
+from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_folder, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
     INTEGER_FORMS,
     STANDARD_LENGTHS,
@@ -345,19 +343,13 @@ class QnnNpu:
         chosen = check_form(self, shard, length, form, any_length=True)
         label = f"{shard.label} ({chosen}, {length} tokens)"
         stored = self._binary(shard, chosen, length)
-        try:
-            with scratch_folder("heterollm-emulate-") as folder:
-                model = stored.model
-                if stored.problem() is not None:
-                    model = folder / "compiled.onnx"
-                    self._compile([(shard, chosen, length)], folder, [model], label)
-                dtype = edge_dtype(chosen, self.activation_dtype)
-                return emulated_cpu_us(model, self._target, shard, length, dtype, runs)
-        except OSError as error:
-            raise GraphError(
-                f"Cannot write the graph of {label} into {tempfile.gettempdir()}: {error.strerror or error}.",
-                fix="Free some space there, or set TMPDIR to another folder.",
-            ) from error
+        with graph_folder(label) as folder:
+            model = stored.model
+            if stored.problem() is not None:
+                model = folder / "compiled.onnx"
+                self._compile([(shard, chosen, length)], folder, [model], label)
+            dtype = edge_dtype(chosen, self.activation_dtype)
+            return emulated_cpu_us(model, self._target, shard, length, dtype, runs)
 
     def release(self, shard: GraphShard) -> None:
         """Drop the sessions of a shard; see :class:`heterollm.kernels.npu.NpuBackend`.
