@@ -23,6 +23,9 @@ CPUINFO: Final = Path("/proc/cpuinfo")
 SPEED_FILES: Final = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
 """Files of a core that rank it: the scheduler's capacity, which Arm kernels state; else the highest clock."""
 
+SIBLINGS_FILE: Final = "topology/thread_siblings_list"
+"""File of a core that names the threads of the same core, such as ``0,8`` or ``0-1``."""
+
 FEWEST_CORES: Final = 2
 """Cores for the engine thread and a driver's thread beside it."""
 
@@ -49,8 +52,37 @@ def allowed_cores() -> tuple[int, ...]:
     return tuple(range(psutil.cpu_count() or 1))
 
 
+def whole_cores(cores: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return one of the threads of each core, since two share its arithmetic units.
+
+    Args:
+        cores: Core numbers; by default the allowed ones.
+
+    Returns:
+        All of them where the system does not say which share a core, or all are of one.
+    """
+    cores = allowed_cores() if cores is None else tuple(cores)
+    firsts = {core: min(set(cores) & _siblings(core)) for core in cores}
+    whole = tuple(core for core in cores if firsts[core] == core)
+    return whole if len(whole) > 1 else cores
+
+
+def _siblings(core: int) -> set[int]:
+    """Return the numbers of a core's threads; its own where sysfs does not name them."""
+    found = {core}
+    try:
+        for part in (CPU_FOLDER / f"cpu{core}" / SIBLINGS_FILE).read_text("ascii").split(","):
+            first, _, last = part.strip().partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return {core}
+    return found
+
+
 def split_threads(gpu_threads: int | None = None, npu_threads: int | None = None) -> ThreadSplit:
     """Divide the allowed cores between GPU and NPU, by default in halves.
+
+    A core's second thread is taken only where the numbers exceed the cores.
 
     Args:
         gpu_threads: Threads of the GPU, at least 1.
@@ -62,7 +94,8 @@ def split_threads(gpu_threads: int | None = None, npu_threads: int | None = None
     for name, count in (("gpu_threads", gpu_threads), ("npu_threads", npu_threads)):
         if count is not None and type(count) is not int:
             raise OptionError(f"{name} is {count!r}, but must be a whole number.")
-    cores = allowed_cores()
+    cores, whole = allowed_cores(), whole_cores()
+    cores = whole if (gpu_threads or 0) + (npu_threads or 0) <= len(whole) else cores
     half = max(1, len(cores) // 2)
     if gpu_threads is None:
         gpu_threads = half if npu_threads is None else max(1, len(cores) - npu_threads)

@@ -19,7 +19,7 @@ from heterollm.base import CacheError, ProfileError
 from heterollm.kernels.device import Device
 from heterollm.kernels.devices import opens_host
 from heterollm.kernels.npu import STANDARD_LENGTHS
-from heterollm.kernels.threads import allowed_cores, processor_model, split_threads
+from heterollm.kernels.threads import allowed_cores, processor_model, split_threads, whole_cores
 from heterollm.model import ModelConfig
 from heterollm.planning.auto import Candidate, Threads, compared, predicted, weights_of, words
 from heterollm.planning.inputs import inputs_of_file
@@ -46,9 +46,9 @@ def other_splits(
     Those are all cores for the GPU, on ``host``. A machine that may open ``snapdragon`` has none.
     """
     named = gpu_threads is not None or npu_threads is not None
-    if named or not opens_host(device) or len(allowed_cores()) < 2:
+    if named or not opens_host(device) or len(whole_cores()) < 2:
         return []
-    return [(len(allowed_cores()), 0)]
+    return [(len(whole_cores()), 0)]
 
 
 @dataclass(slots=True)
@@ -82,13 +82,13 @@ class CoreSplit:
         if self.options.plan != "auto":
             threads = read_plan(self.options.plan).threads
             return threads if threads is not None and gpu_threads in (None, threads[0]) else (None, None)
-        candidates, cores = list(self._candidates(gpu_threads)), len(allowed_cores())
+        candidates = list(self._candidates(gpu_threads))
         if not candidates or (gpu_threads is None and not self._compared_with_all_cores(candidates)):
             # Little is known: the GPU's kernels run everything, and no core shall idle. The device itself
             # refuses threads that do not fit the cores, and says more.
             if gpu_threads is None:
-                return cores, 0
-            return (gpu_threads, None) if gpu_threads <= cores else (None, None)
+                return len(whole_cores()), 0
+            return (gpu_threads, None) if gpu_threads <= len(allowed_cores()) else (None, None)
         ranked = compared(candidates, self._weights, SPLIT_MARGIN)
         self.chosen = ranked[0][1]
         self.reason = words(ranked) + self._doubts(ranked)

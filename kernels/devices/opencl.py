@@ -9,7 +9,7 @@ from heterollm.kernels.devices import gpu, race
 from heterollm.kernels.devices.choice import find_gpus
 from heterollm.kernels.devices.kind import DeviceKind, Opening
 from heterollm.kernels.devices.software import require_onnxruntime
-from heterollm.kernels.threads import ThreadSplit, allowed_cores, split_threads
+from heterollm.kernels.threads import ThreadSplit, split_threads, whole_cores
 
 
 def open_opencl(wanted: Opening) -> Device:
@@ -17,7 +17,7 @@ def open_opencl(wanted: Opening) -> Device:
 
     Both processors' activations are float32, as ONNX Runtime computes them; the KV cache is float16.
     """
-    threads, cores = wanted.npu_threads, allowed_cores()
+    threads, cores = wanted.npu_threads, whole_cores()
     npu_cores = cores if threads is None else split_threads(None, threads).npu_cores
     if npu_cores:
         require_onnxruntime()

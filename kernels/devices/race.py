@@ -32,7 +32,7 @@ from heterollm.base import (
 )
 from heterollm.kernels.devices.choice import GPU_VARIABLES, find_gpus
 from heterollm.kernels.devices.kind import Opening, Race, Seconds
-from heterollm.kernels.threads import allowed_cores, split_threads
+from heterollm.kernels.threads import allowed_cores, split_threads, whole_cores
 
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import OpenClRuntime
@@ -114,7 +114,7 @@ def run_race() -> Race:
     """
     from heterollm.kernels.devices import gpu
 
-    cores = split_threads(len(allowed_cores()), 0)
+    cores = split_threads(len(whole_cores()), 0)
     device, _ = find_gpus(cores)
     runtime = gpu.open_gpu(device, Opening())
     gpu.self_test(runtime)

@@ -56,6 +56,9 @@ INT8_STAGED_WORDS: Final = 96
 INT8_STAGED_INPUTS: Final = 256
 """Inputs of each token that it stages, of more than two tokens."""
 
+DIVIDED_BYTES: Final = 16 << 10
+"""Local memory for the inputs of a work-group of fewer rows than a tile."""
+
 SIMT_FLOAT_STEP: Final = 16
 """Inputs of float weights that a slice takes at a time."""
 
@@ -86,7 +89,7 @@ LEGAL: Final[Mapping[tuple[KernelStyle, bool], Fields]] = {
         "depth_inputs": (0, 256, 512, 1024),
         "subgroup": (0, 1),
         "image": (0, 1),
-        "rows": (0, 64, 32, 16, 8),
+        "fewest_rows": (0, 16, 32, 64),
     },
     ("simt", True): {
         "token_step": SIMT_TILES,
@@ -205,8 +208,9 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         subgroup: 1 if the work-items of a subgroup pass the inputs of one token to each other; 0 if they
             read them from local memory.
         image: 1 if the weights are read as an image, through a GPU's texture units; 0 if as a buffer.
-        rows: Rows of a work-group, 64 or fewer, whose inputs more work-items share; 0 for as many as leave
-            each of the device's compute units two work-groups.
+        fewest_rows: Rows of a work-group at least, where the row tiles leave a compute unit less than two
+            work-groups and are divided; the work-items of the other rows share the inputs then. 64 divides
+            none, and 0 leaves 8: their words are the 32 bytes that a GPU reads at once.
 
     Raises:
         OptionError: A value is not legal for this kernel.
@@ -222,7 +226,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
     prefetch_bytes: int = 0
     subgroup: int = 0
     image: int = 0
-    rows: int = 0
+    fewest_rows: int = 0
 
     def __post_init__(self) -> None:
         _check((self.style, self.many) in LEGAL, "a kernel", self.kernel)
@@ -255,7 +259,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
             # Those of the int8 kernel take twice the registers.
             most = 8 if shape.integer_inputs else 16
             _check(self.item_tokens <= most, f"item_tokens for {shape}", self.item_tokens)
-        _check(self.rows in (0, LANES) or not self.subgroup, f"rows of a subgroup for {shape}", self.rows)
+        _check(not (self.subgroup and self.fewest_rows), "rows of a subgroup", self.fewest_rows)
         if self.subgroup:
             suits = shape.tokens == "one" and shape.weight.quantized and not shape.integer_inputs
             _check(suits, f"subgroup for {shape}", self.subgroup)
@@ -309,12 +313,13 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
             rows = self._rows(step, tiles, division)
             slices = max(1, self.items // together) * (LANES // rows)
             defines |= {"SLICES": slices} | self._image_define()
+            depth = self.depth_inputs
             if rows < LANES:
-                defines["ROWS"] = rows
+                defines["ROWS"], depth = rows, self._deepest(step)
             if self.subgroup:
                 defines["SUBGROUP"] = 1
-            elif self.depth_inputs:
-                defines["STAGED_INPUTS"] = self.depth_inputs
+            elif depth:
+                defines["STAGED_INPUTS"] = depth
             local = rows, slices * together
             size = LANES * (tiles // together), local[1] * steps
             return LaunchGrid("few", step, size, local, defines)
@@ -323,17 +328,22 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
             defines["PART_COLUMNS"] = self.part_columns
         return LaunchGrid("few", step, (tiles, steps), (1, 1), defines)
 
+    def _deepest(self, step: int) -> int:
+        """Return the inputs that work-groups of fewer rows stage at a time; 0 for codes."""
+        deepest = min(1024, DIVIDED_BYTES // (4 * step))
+        return max(self.depth_inputs, deepest) if self.depth_inputs else 0
+
     def _rows(self, step: int, tiles: int, division: Division | None) -> int:
         """Return the rows of a work-group of the simt kernel for a few tokens."""
         if division is None or self.subgroup:
             return LANES
         # Each slice has a block of the inputs that are staged at a time.
-        staged = self.depth_inputs or (INT8_STAGED_INPUTS if step > 2 else division.inputs)
+        staged = self._deepest(step) or (INT8_STAGED_INPUTS if step > 2 else division.inputs)
         most = min(staged, division.inputs) // (division.block or SIMT_FLOAT_STEP)
         rows, slices = LANES, max(1, self.items // division.together)
-        # Rows of so many work-groups that each compute unit has two.
-        wanted = self.rows or LANES * (tiles // division.together) // (2 * division.units)
-        while rows > max(division.fewest_rows, wanted) and 2 * slices <= most:
+        # So few that each compute unit has two work-groups.
+        wanted = LANES * (tiles // division.together) // (2 * division.units)
+        while rows > max(division.fewest_rows, self.fewest_rows, wanted) and 2 * slices <= most:
             rows, slices = rows // 2, 2 * slices
         return rows
 

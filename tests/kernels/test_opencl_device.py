@@ -146,7 +146,7 @@ def test_a_gpu_wins_where_the_cores_have_no_opencl(taken_for_gpu, monkeypatch):
         raise DeviceError("No OpenCL runtime for the CPU was found.")
 
     monkeypatch.setattr(races, "SIDE", 256)
-    monkeypatch.setattr(races, "allowed_cores", lambda: allowed_cores()[: fixed_threads()])
+    monkeypatch.setattr(races, "whole_cores", lambda: allowed_cores()[: fixed_threads()])
     monkeypatch.setattr("heterollm.kernels.devices.gpu.open_cpu", no_cpu)
     race = races.run_race()
     assert race.is_won
@@ -164,7 +164,7 @@ def test_auto_says_why_a_gpu_that_won_does_not_open(host, ended):
 
 def test_the_race_compares_the_same_layer(taken_for_gpu, monkeypatch):
     monkeypatch.setattr(races, "SIDE", 256)
-    monkeypatch.setattr(races, "allowed_cores", lambda: allowed_cores()[: fixed_threads()])
+    monkeypatch.setattr(races, "whole_cores", lambda: allowed_cores()[: fixed_threads()])
     monkeypatch.setattr("heterollm.kernels.devices.gpu.open_cpu", lambda *_: open_device("opencl").gpu)
     race = races.run_race()
     assert race.gpu

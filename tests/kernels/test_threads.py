@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from heterollm.base import OptionError
 from heterollm.kernels import threads
-from heterollm.kernels.threads import ThreadSplit, allowed_cores, pin_current_thread, split_threads
+from heterollm.kernels.threads import (
+    SIBLINGS_FILE,
+    ThreadSplit,
+    allowed_cores,
+    pin_current_thread,
+    split_threads,
+    whole_cores,
+)
 
 CORES = st.sets(st.integers(0, 127), min_size=1, max_size=24).map(lambda cores: tuple(sorted(cores)))
 LINUX = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
@@ -35,6 +42,53 @@ def test_by_default_each_part_has_half(cores):
         assert not set(gpu) & set(npu)
         assert set(gpu) | set(npu) == set(cores)
         assert len(npu) - len(gpu) in (0, 1)
+
+
+@pytest.fixture
+def topology(tmp_path, monkeypatch):
+    """Return a function that writes the files of cores with these threads, and allows some of them."""
+
+    def write(siblings, allowed=None):
+        for core, text in siblings.items():
+            path = tmp_path / f"cpu{core}" / SIBLINGS_FILE
+            path.parent.mkdir(parents=True)
+            path.write_text(f"{text}\n")
+        monkeypatch.setattr(threads, "CPU_FOLDER", tmp_path)
+        monkeypatch.setattr(threads, "allowed_cores", lambda: tuple(allowed or sorted(siblings)))
+
+    return write
+
+
+def test_a_second_thread_of_a_core_is_no_core(topology):
+    topology({core: f"{core % 8},{core % 8 + 8}" for core in range(16)})
+    assert whole_cores() == tuple(range(8))
+    assert split_threads() == ThreadSplit((0, 1, 2, 3), (4, 5, 6, 7))
+    assert split_threads(6) == ThreadSplit((0, 1, 2, 3, 4, 5), (6, 7))
+    assert split_threads(8, 0) == ThreadSplit(tuple(range(8)), ())
+    # Numbers that need second threads get them.
+    assert split_threads(8, 8) == ThreadSplit(tuple(range(8)), tuple(range(8, 16)))
+    assert split_threads(12) == ThreadSplit(tuple(range(12)), (12, 13, 14, 15))
+    with pytest.raises(OptionError, match="exceed the 16 cores"):
+        split_threads(12, 8)
+
+
+def test_neighbours_may_be_threads_of_a_core(topology):
+    """Some cores have one thread, and a process may run on a part of the threads."""
+    siblings = {core: f"{core // 2 * 2}-{core // 2 * 2 + 1}" for core in range(8)} | {8: "8", 9: "9"}
+    topology(siblings, allowed=(1, 2, 3, 6, 8, 9))
+    assert whole_cores() == (1, 2, 6, 8, 9)
+    assert whole_cores((3, 9)) == (3, 9)
+
+
+def test_two_threads_of_the_only_core_are_taken(topology):
+    topology({0: "0-1", 1: "0-1"})
+    assert split_threads() == ThreadSplit((0,), (1,))
+
+
+@pytest.mark.parametrize("text", ["", "0-", "none", "\u00e9"])
+def test_files_that_name_no_threads_are_left_alone(topology, text):
+    topology(dict.fromkeys(range(4), text))
+    assert whole_cores() == (0, 1, 2, 3)
 
 
 @given(CORES, st.integers(1, 24), st.integers(0, 24))

@@ -179,12 +179,11 @@ static inline float8 tanh_8(float8 x) {
   return size < 0.625f ? small : large;
 }
 
-#define SILU 0
+// Numbers of activations: 0 is silu, and 5 is xIELU, with SLOPES (pointwise.cl).
 #define GELU_TANH 1
 #define GELU_ERF 2
 #define RELU 3
 #define RELU_SQUARED 4
-// Activation 5 is xIELU, with SLOPES (pointwise.cl).
 
 // Factors of the polynomial in formula 7.1.26 of Abramowitz and Stegun, whose error is below 1.5e-7.
 #define ERF_SHIFT 0.3275911f

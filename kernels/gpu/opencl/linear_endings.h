@@ -63,12 +63,10 @@ static inline float sum_of(__local const float4 *values) {
 #define ROUND_VALUES(first, valid)
 #endif
 
-// Adds the slices' sums in values[tile][row], with the bias; `lead` work-items have one each.
+// Adds the slices' sums, with the bias; those `value` that leading work-items hold.
 #define STORE_SLICES(partial)                                                                                \
-  __local float4 values[TILES * ROWS / 4];                                                                   \
-  const bool leads = part % SLICES == 0, holds = leads && lane < (uint)tile.z;                               \
-  const uint column = tile.y + lane, place = part / SLICES * ROWS + row;                                     \
-  __local float *own = (__local float *)values + place;                                                      \
+  const bool leads = count > 0 && part % SLICES == 0, holds = leads && lane < (uint)tile.z;                  \
+  const uint column = tile.y + lane;                                                                         \
   partial[part * ROWS + row] = total0;                                                                       \
   barrier(CLK_LOCAL_MEM_FENCE);                                                                              \
   float value = 0.0f;                                                                                        \
@@ -80,6 +78,10 @@ static inline float sum_of(__local const float4 *values) {
   END(value)
 
 #if defined(ADDED) || defined(GATED) || defined(ROTATED)
+// The values of a work-group, [tile][row].
+#define FIND_VALUES                                                                                          \
+  __local float4 values[TILES * ROWS / 4];                                                                   \
+  __local float *own = (__local float *)values + part / SLICES * ROWS + row;
 #define ADD_BIAS                                                                                             \
   if (has_bias) value += bias[column];
 #else
@@ -88,6 +90,7 @@ static inline float sum_of(__local const float4 *values) {
 
 #if defined(ADDED)
 #define END(value)                                                                                           \
+  FIND_VALUES                                                                                                \
   if (holds) {                                                                                               \
     value += y[column];                                                                                      \
     y[column] = value;                                                                                       \
@@ -108,6 +111,7 @@ static inline float sum_of(__local const float4 *values) {
 
 #elif defined(GATED)
 #define END(value)                                                                                           \
+  FIND_VALUES                                                                                                \
   if (leads) *own = value;                                                                                   \
   barrier(CLK_LOCAL_MEM_FENCE);                                                                              \
   if (holds && part == 0) {                                                                                  \
@@ -126,9 +130,10 @@ static inline float sum_of(__local const float4 *values) {
 #elif defined(ROTATED)
 // Heads are whole: HEAD_DIM divides TILES * LANES, and ROWS is LANES.
 #define END(value)                                                                                           \
+  FIND_VALUES                                                                                                \
   const int position = step[STEP_POSITION];                                                                  \
   const bool stored = holds && TOKENS_OF(step, row_words) > 0 && position < capacity;                        \
-  const uint element = place % HEAD_DIM, q_rows = heads * HEAD_DIM, kv_rows = kv_heads * HEAD_DIM;           \
+  const uint element = (part / SLICES * ROWS + row) % HEAD_DIM, q_rows = heads * HEAD_DIM, kv_rows = kv_heads * HEAD_DIM;           \
   const bool is_q = column < q_rows, is_v = column >= q_rows + kv_rows;                                      \
   if (leads) *own = value;                                                                                   \
   barrier(CLK_LOCAL_MEM_FENCE);                                                                              \
@@ -157,10 +162,11 @@ static inline float sum_of(__local const float4 *values) {
 #ifdef KV_CODES
 #define KEEP_TURNED(value)                                                                                   \
   __local float turned[TILES * ROWS];                                                                        \
-  if (leads) turned[place] = value;                                                                          \
+  __local float *own_turned = turned + part / SLICES * ROWS + row;                                           \
+  if (leads) *own_turned = value;                                                                            \
   barrier(CLK_LOCAL_MEM_FENCE);
 #define SCALE_TURNED(value, target)                                                                          \
-  const float size = as_float(largest_of(turned + place - element));                                         \
+  const float size = as_float(largest_of(own_turned - element));                                             \
   if (element == 0) SCALES_OF(target, HEAD_DIM)[(uint)position % PAGE] = size / 127.0f;                      \
   value *= size > 1e-30f ? 127.0f / size : 0.0f;
 #else

@@ -129,7 +129,7 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SLICES * TILES, 1))) void lin
   for (uint start = 0; start < blocks; start += STAGED_BLOCKS) {
     const uint depth = min((uint)STAGED_BLOCKS, blocks - start);
     barrier(CLK_LOCAL_MEM_FENCE);
-    for (uint i = item; i < depth * (BLOCK / 16 * TOKENS); i += ITEMS) {
+    for (uint i = OWN_ITEM; i < depth * (BLOCK / 16 * TOKENS); i += ITEMS) {
       const uint t = i % TOKENS, vector = i / TOKENS;
       const uint4 input = CODE_VECTORS(x_codes)[t * vectors + start * (BLOCK / 16) + vector];
       __local uint *slot = inputs + vector * (4 * TOKENS) + t;
@@ -138,7 +138,7 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SLICES * TILES, 1))) void lin
       slot[2 * TOKENS] = input.z;
       slot[3 * TOKENS] = input.w;
     }
-    for (uint i = item; i < depth * TOKENS; i += ITEMS) {
+    for (uint i = OWN_ITEM; i < depth * TOKENS; i += ITEMS) {
       const float2 input = x_blocks[i % TOKENS * blocks + start + i / TOKENS];
       input_scales[i] = input.x;
       input_sums[i] = input.y;

@@ -163,7 +163,7 @@ SUBGROUP_SIZE __kernel __attribute__((reqd_work_group_size(ROWS, SLICES * TILES,
     const uint depth = min((uint)STAGED_INPUTS, columns - start);
     barrier(CLK_LOCAL_MEM_FENCE);
     // Rows past the last one repeat it: nothing beyond x is read, and their sums are not stored.
-    for (uint i = item; i < TOKENS * (STAGED_INPUTS / 8); i += ITEMS) {
+    for (uint i = OWN_ITEM; i < TOKENS * (STAGED_INPUTS / 8); i += ITEMS) {
 #if TOKENS <= 2
       const uint t = i / (STAGED_INPUTS / 8), k = i % (STAGED_INPUTS / 8) * 8;
 #else

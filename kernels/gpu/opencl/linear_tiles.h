@@ -70,8 +70,9 @@ static inline float across(float4 value) { return (value.x + value.y) + (value.z
 #define OWN_TILE tiles[TILE_OF_GROUP * TILES + part / SLICES]
 #define FIND_SLICE const uint slice = part % SLICES;
 #endif
+#define OWN_ITEM (part * ROWS + row)
 #define FIND_ITEM                                                                                            \
-  const uint row = get_local_id(0), part = get_local_id(1), item = part * ROWS + row;                        \
+  const uint row = get_local_id(0), part = get_local_id(1);                                                  \
   FIND_LANE                                                                                                  \
   FIND_SLICE
 // Floats that the slices' sums take.

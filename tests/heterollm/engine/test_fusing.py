@@ -1,6 +1,7 @@
 """Linear layers that compute the operators around them, in decode passes of a GPU."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ import numpy as np
 import pytest
 
 from heterollm.engine.slot_check import CHECK_VARIABLE
-from heterollm.kernels.gpu import OpenClRuntime
+from heterollm.kernels.gpu import OpenClRuntime, runtime
 from heterollm.llm import LLM
 from heterollm.solver import Plan
 
 FIVE = ["qkv", "attention", "o", "gate_up", "down"]
 HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+WIDE = HEADS | {"head_dim": 64, "hidden_size": 512}
 
 Load = Callable[..., LLM]
 
@@ -28,7 +30,7 @@ def load(
 
     def open_llm(family: str, overrides: dict[str, Any], plan: str | Plan = "gpu", **options: Any) -> LLM:
         folder = checkpoint(family, **overrides)
-        loaded.append(LLM.load(folder, device="opencl", plan=plan, context=64, **options))
+        loaded.append(LLM.load(folder, device="opencl", plan=plan, **{"context": 64, **options}))
         return loaded[-1]
 
     yield open_llm
@@ -55,6 +57,15 @@ def kernels(llm: LLM, layer: int) -> list[str]:
         ("qwen2", {"num_hidden_layers": 3}, {}, FIVE),
         ("qwen3", HEADS | {"head_dim": 64}, {"kv_bits": 8}, FIVE),
         ("qwen3", HEADS | {"head_dim": 128}, {"precision": "w4a8"}, FIVE),
+        # Parts of a longer context are joined.
+        ("llama", HEADS, {"context": 256}, [*FIVE[:2], "attention join", *FIVE[2:]]),
+        # RoPE would leave a large GPU without work.
+        ("qwen3", WIDE, {"units": 132}, [*FIVE[:1], "rope", *FIVE[1:]]),
+        # Codes of the activation take whole blocks of rows.
+        (
+            *("llama", WIDE, {"units": 132, "precision": "w4a8"}),
+            [*FIVE[:1], "rope", *FIVE[1:4], "activation", *FIVE[4:]],
+        ),
         ("gemma", HEADS, {}, [*FIVE[:1], "rope", *FIVE[1:]]),
         ("qwen3", HEADS, {}, [*FIVE[:1], "rope", *FIVE[1:]]),
     ],
@@ -73,13 +84,18 @@ def test_a_layer_has_five_kernels(
 
     Heads that lie in no whole tiles of 64 rows keep RoPE's launch.
     """
+    options = dict(options)
+    if units := options.pop("units", 0):
+        traits = runtime._traits
+        many = {"compute_units": units}
+        monkeypatch.setattr(runtime, "_traits", lambda *own, **named: replace(traits(*own, **named), **many))
     llm = load(family, overrides, **options)
     assert kernels(llm, 1) == expected
     ids = np.random.default_rng(0).integers(1, 200, 30).tolist()
     exact = reference(llm, checkpoint(family, **overrides), ids)[10:]
     monkeypatch.setattr(OpenClRuntime, "fuses_launches", False)
     alone = load(family, overrides, **options)
-    assert len(kernels(alone, 1)) == len(FIVE) + len(["norm", "rope", "norm", "activation"])
+    assert len(kernels(alone, 1)) == 9 + ("attention join" in expected)
     errors = []
     for one in (llm, alone):
         session = one.session()

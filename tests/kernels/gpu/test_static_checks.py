@@ -40,6 +40,7 @@ from heterollm.kernels.gpu import (
     KvLayer,
     NpuCodes,
     OpenClRuntime,
+    Rotation,
     RoundedInputs,
     Scores,
     Segments,
@@ -50,6 +51,7 @@ from heterollm.kernels.gpu import (
     Variant,
     code_bytes,
     default_parameters,
+    groups_of,
     list_opencl_devices,
     page_elements,
     pages_of,
@@ -71,7 +73,7 @@ from heterollm.kernels.operators.npu_codes import read_codes, write_codes
 from heterollm.kernels.operators.operator import OperatorCase
 from heterollm.kernels.operators.outliers import OutlierCase
 from heterollm.kernels.operators.output_gate import OutputGateCase
-from heterollm.kernels.operators.rope import RopeCase
+from heterollm.kernels.operators.rope import RopeCase, rope_and_store
 from heterollm.kernels.operators.short_conv import ShortConvCase
 from heterollm.kernels.operators.sparse_attention import SparseCase, SparsePass
 from heterollm.kernels.operators.streams import StreamsCase
@@ -103,6 +105,20 @@ LAYERS = ("common.h", "rounding.h", "glue.h")
 ATTENTION = (*LAYERS, "attention.h")
 SPARSE = (*LAYERS, "codes.h", "sparse.h")
 
+ENDINGS = [
+    f"-DENDING -DBITS=4 -DTOKENS=1 -DBLOCK=32 {own}"
+    for own in (
+        "-DNORMED",
+        "-DADDED -DOUT_FLOAT",
+        "-DADDED -DOUT_FLOAT -DROWS=8 -DSLICES=32",
+        "-DADDED -DOUT_FLOAT -DCODE_BITS=4 -DCODE_BLOCK=32 -DLOCAL_VALUES",
+        "-DNORMED -DGATED -DTILES=2 -DSLICES=2",
+        "-DNORMED -DGATED -DCODE_BITS=8 -DCODE_BLOCK=16 -DLOCAL_VALUES -DWHOLE_EIGHTS",
+        "-DNORMED -DROTATED -DOUT_FLOAT -DTILES=2 -DSLICES=2 -DHEAD_DIM=128 -DROTARY=96 -DKV_CODES",
+        "-DROTATED -DOUT_FLOAT -DHEAD_DIM=32 -DROTARY=32 -DKV_HALF -DWHOLE_EIGHTS",
+    )
+]
+ENDED = ("linear_tiles.h", "linear_endings.h")
 LINEAR_MATRIX = ("linear_wide.h", "matrix.h")
 MATRIX_PROGRAMS: dict[tuple[str, ...], list[str]] = {
     # Of one processor, which no simulator has; test_linear_matrix.py runs them.
@@ -126,6 +142,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     ("common.h", "linear.h", "linear_int8.h", "linear_wide.h", "linear_int8_vector.cl"): INT8_DEFINES,
     ("common.h", "linear.h", "linear_int8.h", "linear_tiles.h", "linear_int8_simt.cl"): SIMT_INT8_DEFINES
     + IMAGES,
+    (*LAYERS, "linear.h", *ENDED, "linear_simt.cl"): ENDINGS,
+    (*LAYERS, "linear.h", "linear_int8.h", *ENDED, "linear_int8_simt.cl"): ENDINGS,
     ("common.h", "rounding.h", "quantize.cl"): ["-DCODE_BITS=4", "-DCODE_BITS=8 -DBLOCK=32 -DWHOLE_EIGHTS"],
     ("common.h", "linear.h", "embedding.cl"): [f"-DBITS={bits}" for bits in (4, 8, 16, 32)],
     (*LAYERS, "rms_norm.cl"): [
@@ -406,6 +424,48 @@ def range_launches(runtime: OpenClRuntime) -> Iterator[None]:
         number_format = WeightFormat(bits, 16, symmetric=False) if bits == 4 else WeightFormat(bits)
         case = LinearCase(number_format, (70,), 80, 1, inputs=(32, 80), integer_inputs=rounds)
         yield from exact_launches(runtime, case, (1, 5, 9), np.float32)
+
+
+def ending_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Linear layers of one token with the operators around them, whose numbers test_fusing.py checks."""
+    OpenClRuntime.fuses_launches = True
+    heads = HeadShape(2, 1, 32, 67)
+    for dtype, rounds in ((np.float32, False), (np.float16, True)):
+        layers = GlueKernels(runtime, dtype, dtype, style="simt")
+        x, residual, y, out = (runtime.shared((1, 192), kind) for kind in (dtype, np.float32, dtype, dtype))
+        cache, step = runtime.shared((2, 4096), dtype), runtime.shared((STEP_WORDS + 2,), np.int32)
+        step.array[[STEP_LENGTH, STEP_POSITION]] = 1, 3
+        query, floats = runtime.shared((1, 64), np.float32), runtime.upload(np.ones(67 * 96, np.float32))
+        codes = [runtime.shared((size,), np.uint8) for size in code_bytes(1, 96, 16)]
+        rounded = RoundedInputs(*codes, 4, 16) if rounds else None
+        inputs = [runtime.shared((size,), np.uint8) for size in code_bytes(1, 96, 16)]
+        read = RoundedInputs(*inputs, 4, 16) if rounds else None
+        for rows in ((96,), (96, 96), (64, 32, 32)):
+            case = LinearCase(WeightFormat(4, 16), rows, 96, 1, integer_inputs=rounds)
+            packed = GpuLinear.pack(
+                runtime, case.data(dtype)[0], activation_dtype=dtype, integer_inputs=rounds
+            )
+            segments = Segments(y, y, rows, (0,) * len(rows))
+            one = {"tokens": 1}
+            if len(rows) == 1:
+                one |= {"delta": segments, "rounded": rounded, "bias": floats, "epsilon": 1e-5}
+                ended = rms_norm(layers, residual, floats, out, hidden=96, **one)
+            elif len(rows) == 2:
+                ended = activate(layers, segments, out, intermediate=96, rounded=rounded, **one)
+            else:
+                rotation = Rotation(floats, floats, 32, floats, 1e-5)
+                kv = KvLayer(cache, STEP_WORDS)
+                ended = rope_and_store(
+                    layers, segments, floats, query, kv, step, shape=heads, rotation=rotation, **one
+                )
+            launch = packed.launch(x, y, tokens=1, style="simt", rounded=read, label="ended")
+            if len(rows) == 1:
+                groups = groups_of(launch)
+                handed = ended.ending.handed(groups)
+                launch.remade(None, ended.ending)()
+            else:
+                launch.remade(handed, ended.ending)()
+            yield
 
 
 def variant_launches(runtime: OpenClRuntime) -> Iterator[None]:
@@ -768,6 +828,7 @@ LAUNCHES: dict[str, Callable[[OpenClRuntime], Iterator[None]]] = {
     "ranges": range_launches,
     "variants": variant_launches,
     "layers": case_launches,
+    "endings": ending_launches,
     "rounding": rounding_launches,
     "code cache": partial(case_launches, cases=CODE_CACHE, kv_dtype=KV_CODES),
     "NPU codes": npu_code_launches,
