@@ -358,9 +358,7 @@ class OpSpec:
     def slice_bytes(self, member_rows: tuple[int, ...]) -> int:
         """Return the bytes of weights of some rows of each member and of the matching columns of ``then``.
 
-        All those of ``first`` come with them.
-
-        Those of an ``experts`` group are rows of one expert.
+        All those of ``first`` come with them. Those of an ``experts`` group are rows of one expert.
         """
         own = self.weight.weight_bytes(sum(member_rows), self.columns)
         own += 0 if self.first is None else self.first.weight_bytes()
