@@ -135,7 +135,7 @@ class ProgramRecorder:
     def __init__(self, runtime: GpuRuntime) -> None:
         # Layers of real models have more rows, hence two work-groups for each of the phone's compute units.
         self.traits = replace(runtime.traits, compute_units=1)
-        self.fuses_launches = True
+        self.has_endings = True
         self.label = ""
         self.programs: dict[str, Program] = {}
         self._runtime = runtime

@@ -59,7 +59,7 @@ class PassBuilder:
     Attributes:
         steps: The steps so far.
         merges: Whether consecutive launches will be merged.
-        fuses: Whether linear layers will compute the operators around them.
+        has_endings: Whether linear layers will compute the operators around them.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PassBuilder:
         self.steps: list[Step] = []
         self._state = state
         self.merges = tokens == 1 and runtime.merges_launches and not after_every_operator
-        self.fuses = tokens == 1 and runtime.fuses_launches and not after_every_operator
+        self.has_endings = tokens == 1 and runtime.has_endings and not after_every_operator
         self._fences = fences
         self.lane = lane
         self.names = names

@@ -25,7 +25,7 @@ from heterollm.engine.blocks.streams import StreamEmitter
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.experts.residency import ExpertResidency
 from heterollm.engine.flights import Chunk, interleaved
-from heterollm.engine.fusing import fuse_steps
+from heterollm.engine.endings import with_endings
 from heterollm.engine.glue import GlueEmitter
 from heterollm.engine.lanes import Lane
 from heterollm.engine.linears import LinearEmitter
@@ -413,7 +413,7 @@ class Compiler:
         self, builder: PassBuilder, where: str, written: Sequence[DeviceMemory] = ()
     ) -> tuple[Step, ...]:
         """Return all steps of a pass, checked if the environment requests it, and merged."""
-        found = fuse_steps(self._runtime, builder.steps) if builder.fuses else builder.steps
+        found = with_endings(self._runtime, builder.steps) if builder.has_endings else builder.steps
         if self._check is not None:
             found = self._check.checked(found, builder.names, where, written, merged=builder.merges)
         return tuple(merge_steps(self._runtime, found) if builder.merges else found)

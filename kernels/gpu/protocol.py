@@ -74,7 +74,7 @@ class GpuRuntime(Protocol):
         """Whether adjacent launches are faster if merged into one."""
 
     @property
-    def fuses_launches(self) -> bool:
+    def has_endings(self) -> bool:
         """Whether linear layers of one token compute the operators around them: on GPUs."""
 
     @property

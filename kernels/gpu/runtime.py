@@ -386,7 +386,7 @@ class OpenClRuntime:
         return self.traits.is_cpu and self.traits.coherent
 
     @property
-    def fuses_launches(self) -> bool:
+    def has_endings(self) -> bool:
         """Whether linear layers of one token compute the operators around them: on GPUs."""
         return not self.traits.is_cpu
 

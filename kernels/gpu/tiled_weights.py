@@ -319,7 +319,7 @@ class TiledWeights:
             size = grid.global_size, grid.local_size
             before = self._runtime.launch(kernel, arguments, *size, request.label, before, work=work)
         assert before is not None  # there is a tile
-        if is_plain and self._runtime.fuses_launches:
+        if is_plain and self._runtime.has_endings:
             before.remade = functools.partial(self._remade, variant, request)
         return before
 

@@ -150,7 +150,7 @@ def activate(
         segments=gate_up,
         defines={name: 1 for name, holds in options.items() if holds},
     )
-    if tokens == 1 and on.runtime.fuses_launches and not any((*gate_up.splits, *options.values())):
+    if tokens == 1 and on.runtime.has_endings and not any((*gate_up.splits, *options.values())):
         launch.ending = Gated(out, values, flags[0], members, rounded)
     return launch
 

@@ -104,7 +104,7 @@ def rms_norm(
     is_plain = post is None and weight is not None and not centered and gain == 1
     if delta is None or tokens > 1 or any(delta.splits) or not is_plain or isinstance(rounded, NpuCodes):
         return launch
-    if on.runtime.fuses_launches:
+    if on.runtime.has_endings:
         options = (residual, bias, weight, hidden, epsilon, rounded)
         launch.ending = AddedToStream.of(on.runtime, *options)
     return launch

@@ -118,7 +118,7 @@ def rope_and_store(
     work = functools.partial(_work, shape, kv_heads, tokens, read_bytes, on.position_bytes(shape))
     launch = on.runtime.launch(kernel, arguments, (width, tokens), (items, 1), "rope", work=work)
     is_plain = qkv.rows == shape.rows and not any((*qkv.splits, *flags.values()))
-    if tokens == 1 and on.runtime.fuses_launches and is_plain:
+    if tokens == 1 and on.runtime.has_endings and is_plain:
         has_norms = np.int32(rotation.norms is not None), np.float32(rotation.epsilon)
         others: tuple[Argument, ...] = (
             *(extra[1], *has_norms, rotation.cos, rotation.sin, cache.memory, step, *place),

@@ -155,7 +155,7 @@ class SimulatedRuntime:
     is_tunable = False  # the model does not depend on kernel parameters
     stamps_host_time = True
     merges_launches = False  # a launch costs a GPU little
-    fuses_launches = False  # profiles have the operators' own times
+    has_endings = False  # profiles have the operators' own times
 
     def __init__(self, soc: SocParameters, clock: SimulatedClock, real: GpuRuntime | None = None) -> None:
         self.soc = soc

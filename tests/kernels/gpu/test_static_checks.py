@@ -427,8 +427,8 @@ def range_launches(runtime: OpenClRuntime) -> Iterator[None]:
 
 
 def ending_launches(runtime: OpenClRuntime) -> Iterator[None]:
-    """Linear layers of one token with the operators around them, whose numbers test_fusing.py checks."""
-    OpenClRuntime.fuses_launches = True
+    """Linear layers of one token with the operators around them, whose numbers test_endings.py checks."""
+    OpenClRuntime.has_endings = True
     heads = HeadShape(2, 1, 32, 67)
     for dtype, rounds in ((np.float32, False), (np.float16, True)):
         layers = GlueKernels(runtime, dtype, dtype, style="simt")

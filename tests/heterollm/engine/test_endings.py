@@ -93,7 +93,7 @@ def test_a_layer_has_five_kernels(
     assert kernels(llm, 1) == expected
     ids = np.random.default_rng(0).integers(1, 200, 30).tolist()
     exact = reference(llm, checkpoint(family, **overrides), ids)[10:]
-    monkeypatch.setattr(OpenClRuntime, "fuses_launches", False)
+    monkeypatch.setattr(OpenClRuntime, "has_endings", False)
     alone = load(family, overrides, **options)
     assert len(kernels(alone, 1)) == 9 + ("attention join" in expected)
     errors = []

@@ -26,17 +26,17 @@ from heterollm.kernels.gpu import (
 logger = logging.getLogger(__name__)
 
 
-class _Fused(NamedTuple):
+class _Ended(NamedTuple):
     """A linear layer's step that computes the one behind it, and for a norm the layer that reads it then."""
 
     ended: int
     reader: int | None
 
 
-def fuse_steps(runtime: GpuRuntime, steps: Sequence[Step]) -> list[Step]:
+def with_endings(runtime: GpuRuntime, steps: Sequence[Step]) -> list[Step]:
     """Return the steps of a pass of one token without those that the linear layer before them computes."""
     units = runtime.traits.compute_units
-    found = {first: fused for first in range(len(steps)) if (fused := _fused(steps, first, units))}
+    found = {first: ended_by for first in range(len(steps)) if (ended_by := _ended(steps, first, units))}
     try:
         return _joined(steps, found)
     except KernelError as error:
@@ -44,7 +44,7 @@ def fuse_steps(runtime: GpuRuntime, steps: Sequence[Step]) -> list[Step]:
         return list(steps)
 
 
-def _fused(steps: Sequence[Step], first: int, units: int) -> _Fused | None:
+def _ended(steps: Sequence[Step], first: int, units: int) -> _Ended | None:
     """Return what a step computes beside its linear layer; None for nothing."""
     linear, second = steps[first].run, _next(steps, first)
     if not isinstance(linear, OpenClLaunch) or linear.remade is None or second is None:
@@ -58,7 +58,7 @@ def _fused(steps: Sequence[Step], first: int, units: int) -> _Fused | None:
     if few or not _unread(steps, second, steps[first].writes):
         return None
     if not isinstance(ending, AddedToStream):
-        return _Fused(second, None)
+        return _Ended(second, None)
     third = _next(steps, second)
     if third is None:
         return None
@@ -69,7 +69,7 @@ def _fused(steps: Sequence[Step], first: int, units: int) -> _Fused | None:
     reads_floats = bool(set(floats) & set(reader.reads))
     if not takes or reads_floats != (ending.rounded is None):
         return None
-    return _Fused(second, third) if _unread(steps, third, floats) else None
+    return _Ended(second, third) if _unread(steps, third, floats) else None
 
 
 def _floats(norm: Step) -> tuple[Buffer, ...]:
@@ -93,16 +93,16 @@ def _unread(steps: Sequence[Step], number: int, written: Sequence[Buffer]) -> bo
     return True
 
 
-def _joined(steps: Sequence[Step], fused: dict[int, _Fused]) -> list[Step]:
+def _joined(steps: Sequence[Step], ended_by: dict[int, _Ended]) -> list[Step]:
     """Return the steps with what they compute beside their linear layers."""
-    gone = {ended for ended, _ in fused.values()}
+    gone = {ended for ended, _ in ended_by.values()}
     handed: dict[int, tuple[NormedInput, tuple[Buffer, ...]]] = {}
     found = []
     for number, step in enumerate(steps):
         if number in gone:
             continue
         normed, floats = handed.get(number, (None, ()))
-        second, reader = fused.get(number, (None, None))
+        second, reader = ended_by.get(number, (None, None))
         if second is None and normed is None:
             found.append(step)
             continue
