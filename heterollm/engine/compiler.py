@@ -23,9 +23,9 @@ from heterollm.engine.blocks.mixture import ALL_IN_MEMORY, MixtureEmitter, Mixtu
 from heterollm.engine.blocks.short_conv import ShortConvEmitter
 from heterollm.engine.blocks.streams import StreamEmitter
 from heterollm.engine.builder import PassBuilder
+from heterollm.engine.endings import with_endings
 from heterollm.engine.experts.residency import ExpertResidency
 from heterollm.engine.flights import Chunk, interleaved
-from heterollm.engine.endings import with_endings
 from heterollm.engine.glue import GlueEmitter
 from heterollm.engine.lanes import Lane
 from heterollm.engine.linears import LinearEmitter
