@@ -141,7 +141,7 @@ static inline float sum_of(__local const float4 *values) {
     const uint other = element < ROTARY / 2 ? element + ROTARY / 2 : element - ROTARY / 2;                   \
     float with = own[(int)other - (int)element];                                                             \
     if (has_norm) {                                                                                          \
-      const float scale = head_factor_of(own - element, norm_epsilon);                                       \
+      const float scale = head_factor_of(own - element, has_norm * (HEAD_DIM / 8), norm_epsilon);           \
       __global const float *weights = norms + (is_q ? 0 : HEAD_DIM);                                         \
       value *= scale * weights[element];                                                                     \
       with *= scale * weights[other];                                                                        \
@@ -174,10 +174,10 @@ static inline float sum_of(__local const float4 *values) {
 #define SCALE_TURNED(value, target)
 #endif
 
-// 1 / rms of a head.
-static inline float head_factor_of(__local const float *head, float epsilon) {
+// 1 / rms of a head of so many eights, a number that no compiler knows: unrolled, the loop would take all registers.
+static inline float head_factor_of(__local const float *head, int eights, float epsilon) {
   float8 squares = 0.0f;
-  for (uint i = 0; i < HEAD_DIM / 8; i++) {
+  for (int i = 0; i < eights; i++) {
     const float8 eight = vload8(i, head);
     squares = FMA(eight, eight, squares);
   }
