@@ -57,9 +57,11 @@ class _Grouped(LinearRequest):
         """Whether a launch may take a normed input or an ending."""
         return False
 
-    def grid(self, parameters: KernelParameters, tiles: int, units: int, block: int) -> LaunchGrid:
+    def grid(
+        self, parameters: KernelParameters, tiles: int, units: int, block: int, all_tiles: int
+    ) -> LaunchGrid:
         """Return a grid with one step of rows for each place."""
-        del units, block
+        del units, block, all_tiles
         parameters = replace_struct(parameters, token_step=max(self.step, parameters.token_step))
         grid = parameters.grid(self.step, tiles)
         width, items = grid.global_size

@@ -181,6 +181,7 @@ class Division:
         units: Compute units of the device.
         inputs: Inputs of a row.
         block: Inputs that share a scale; 0 for float weights.
+        tiles: Row tiles of all kernels of a layer, which add in one order.
         together: Row tiles of a work-group.
         fewest_rows: Rows of a tile that a work-group must have.
     """
@@ -188,6 +189,7 @@ class Division:
     units: int
     inputs: int
     block: int
+    tiles: int
     together: int = 1
     fewest_rows: int = 8
 
@@ -310,7 +312,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         defines: dict[str, str | int] = {"TOKENS": step}
         if self.style == "simt":
             together = 1 if division is None else division.together
-            rows = self._rows(step, tiles, division)
+            rows = self._rows(step, division)
             slices = max(1, self.items // together) * (LANES // rows)
             defines |= {"SLICES": slices} | self._image_define()
             depth = self.depth_inputs
@@ -333,7 +335,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         deepest = min(1024, DIVIDED_BYTES // (4 * step))
         return max(self.depth_inputs, deepest) if self.depth_inputs else 0
 
-    def _rows(self, step: int, tiles: int, division: Division | None) -> int:
+    def _rows(self, step: int, division: Division | None) -> int:
         """Return the rows of a work-group of the simt kernel for a few tokens."""
         if division is None or self.subgroup:
             return LANES
@@ -342,7 +344,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         most = min(staged, division.inputs) // (division.block or SIMT_FLOAT_STEP)
         rows, slices = LANES, max(1, self.items // division.together)
         # So few that each compute unit has two work-groups.
-        wanted = LANES * (tiles // division.together) // (2 * division.units)
+        wanted = LANES * (division.tiles // division.together) // (2 * division.units)
         while rows > max(division.fewest_rows, self.fewest_rows, wanted) and 2 * slices <= most:
             rows, slices = rows // 2, 2 * slices
         return rows

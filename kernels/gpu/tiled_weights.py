@@ -119,11 +119,14 @@ class LinearRequest:
         """Whether a single token's launch may take a normed input or an ending."""
         return self.tokens == 1 and not self.first_token and not self.in_place
 
-    def grid(self, parameters: KernelParameters, tiles: int, units: int, block: int) -> LaunchGrid:
-        """Return the launch grid over row tiles, for a device of so many compute units."""
+    def grid(
+        self, parameters: KernelParameters, tiles: int, units: int, block: int, all_tiles: int
+    ) -> LaunchGrid:
+        """Return the launch grid over row tiles of all of a layer, for a device of so many compute units."""
         ending = self.ending
         together, fewest = (1, FEWEST_ROWS) if ending is None else (ending.tiles, ending.fewest_rows)
-        return parameters.grid(self.tokens, tiles, Division(units, self.width, block, together, fewest))
+        division = Division(units, self.width, block, all_tiles, together, fewest)
+        return parameters.grid(self.tokens, tiles, division)
 
     def leading(self, piece: Piece) -> tuple[Argument, ...]:
         """Return arguments before those of all kernels."""
@@ -302,9 +305,9 @@ class TiledWeights:
         part = (np.int32(self.columns), np.int32(request.columns[0]))
         item_bytes = 1 if self.integer_inputs else 2 if self._half else 4
         output_bytes = 2 if request.half_output else 4
+        units, all_tiles = self._runtime.traits.compute_units, sum(tiles.count for tiles in tile_maps)
         for tiles in tile_maps:
-            units = self._runtime.traits.compute_units
-            grid = request.grid(parameters, tiles.count, units, self.format.block)
+            grid = request.grid(parameters, tiles.count, units, self.format.block, all_tiles)
             kernel = self._runtime.kernel(
                 (*files, f"{name}.cl"), f"{name}_{grid.suffix}", defines | grid.defines
             )

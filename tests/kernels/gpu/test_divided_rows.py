@@ -17,8 +17,9 @@ UNITS = 132
 
 def groups(rows, inputs, units, tokens=1, *, together=1, fewest_rows=8, integer=False, block=32):
     shape = ShapeClass.of(WeightFormat(4, block), integer_inputs=integer, half=False, tokens=tokens)
-    division = Division(units, inputs, block, together, fewest_rows)
-    grid = default_parameters("simt", shape).grid(tokens, -(-rows // 64), division)
+    tiles = -(-rows // 64)
+    division = Division(units, inputs, block, tiles, together, fewest_rows)
+    grid = default_parameters("simt", shape).grid(tokens, tiles, division)
     assert grid.local_size[0] * grid.local_size[1] == 256
     return grid.global_size[0] // grid.local_size[0]
 
