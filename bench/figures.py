@@ -21,7 +21,7 @@ from functools import cache
 from typing import Final
 
 import figures_run
-from tables import accuracy, families, measured, simulated  # noqa: F401 - these declare the tables
+from tables import accuracy, anchors, families, measured, simulated  # noqa: F401 - these declare the tables
 from tables.prose import flat, phrases
 from tables.table import FRESH, ROOT, TABLES, rows_of
 

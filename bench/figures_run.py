@@ -19,8 +19,8 @@ from heterollm.cli.simulate import parse_load
 from heterollm.solver import AttentionRequest, ExpertsRequest
 
 RESULTS: Final = Path(__file__).parent / "results"
-FAST: Final = ("simulated_path", "simulated_contexts", "simulated_prior")
-"""Files behind the tables of README.md and docs/simulation.md, which take a few minutes on two cores."""
+FAST: Final = ("simulated_path", "simulated_prior")
+"""Files behind the tables of docs/simulation.md, which take a few minutes on two cores."""
 
 REPEATABLE: Final = (
     *FAST,

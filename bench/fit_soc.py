@@ -1,8 +1,8 @@
 """Fits the free parameters of the model of a Snapdragon 8 Gen 3 and prints every residual.
 
     python bench/fit_soc.py                 # the residuals of the committed file
-    python bench/fit_soc.py --write         # the extrapolated YAML file and the table in docs/soc-model.md
-    python bench/fit_soc.py --fit --write   # fit, then write fitted values, power, and all of that
+    python bench/fit_soc.py --write         # the table in docs/soc-model.md
+    python bench/fit_soc.py --fit --write   # fit, then write fitted values, power and the table
     python bench/fit_soc.py --ablate        # fit again without each mechanism
     python bench/fit_soc.py --plot          # docs/simulated_soc_stages.png
 
@@ -39,8 +39,6 @@ FOLDER: Final = ROOT / "kernels" / "sim" / "soc"
 TABLE_FILE: Final = ROOT / "docs" / "soc-model.md"
 PICTURE: Final = ROOT / "docs" / "simulated_soc_stages.png"
 PAPER: Final = "snapdragon-8gen3-paper"
-NAME: Final = "snapdragon-8gen3"
-ELITE: Final = "snapdragon-8elite"
 
 FREE: Final[Mapping[str, tuple[float, float, float]]] = {
     "gpu.dram_gbps": (43.3, 44.0, 45.0),
@@ -57,18 +55,6 @@ FREE: Final[Mapping[str, tuple[float, float, float]]] = {
     "memory.corun_slowdown": (1.0, 1.06, 1.5),
 }
 """What the fit may change: the least value, where it starts, and the largest."""
-
-ELITE_RATIOS: Final = {
-    1.40: "gpu.gemm_tflops gpu.prepare_gweights_per_s gpu.small_tflops gpu.attention_tflops",
-    1.45: "npu.array_tflops npu.int16_tflops npu.scores_tops npu.expand_gweights_per_s "
-    "npu.dequantize_gweights_per_s npu.dequantize_int8_gweights_per_s",
-    5300
-    / 4800: "gpu.dram_gbps gpu.small_gbps npu.dram_gbps npu.spill_gbps npu.vector_gbps memory.limit_gbps",
-}
-"""8 Elite over 8 Gen 3 (Qualcomm's announcement of October 2024 and product briefs); all else is equal.
-
-So is power: Qualcomm states speed for each watt of the NPU up by 45 %, as much as its speed.
-"""
 
 STARTS: Final = 4
 MECHANISMS: Final[Mapping[str, Mapping[str, float]]] = {
@@ -244,13 +230,9 @@ def additive_watts(soc: SocParameters) -> tuple[float, float, float]:
 # -- files -----------------------------------------------------------------------------------------------
 
 
-def texts(soc: SocParameters) -> dict[str, str]:
-    """Return the texts of the YAML files that hold computed values, given the fitted 8 Gen 3."""
-    paper, own = load_soc(PAPER).values(), load_soc(NAME).values()
-    ours = {name: value if own[name] == paper[name] else own[name] for name, value in soc.values().items()}
-    ratios = {name: ratio for ratio, names in ELITE_RATIOS.items() for name in names.split()}
-    elite = {name: float(f"{value * ratios.get(name, 1.0):.5g}") for name, value in ours.items()}
-    return {PAPER: with_values(_text(PAPER), soc.values()), ELITE: with_values(_text(ELITE), elite)}
+def fitted_text(soc: SocParameters) -> str:
+    """Return the text of the YAML file with the values of the fitted 8 Gen 3."""
+    return with_values((FOLDER / f"{PAPER}.yaml").read_text("utf-8"), soc.values())
 
 
 def with_values(text: str, values: Mapping[str, float]) -> str:
@@ -271,10 +253,6 @@ def _number(value: float) -> str:
     if value == int(value):
         return str(int(value)) if isinstance(value, int) else f"{value:.1f}"
     return f"{value:.10f}".rstrip("0")
-
-
-def _text(name: str) -> str:
-    return (FOLDER / f"{name}.yaml").read_text("utf-8")
 
 
 def write_table(name: str, table: str) -> None:
@@ -348,7 +326,7 @@ def main() -> None:
     """Fit, write, draw or only print, as asked."""
     parser = script_parser(__doc__, out=False)
     parser.add_argument("--fit", action="store_true", help="fit anew instead of reading the committed file")
-    parser.add_argument("--write", action="store_true", help="write the YAML files and the table")
+    parser.add_argument("--write", action="store_true", help="write the YAML file and the table")
     parser.add_argument("--ablate", action="store_true", help="fit without each mechanism in turn")
     parser.add_argument("--plot", action="store_true", help="draw docs/simulated_soc_stages.png")
     parser.add_argument("--soc", default=PAPER, help="whose residuals to print without --fit")
@@ -370,8 +348,7 @@ def main() -> None:
         soc = load_soc(options.soc)
     table = markdown(residuals(soc))
     if options.write:
-        for name, text in texts(soc).items():
-            _save(FOLDER / f"{name}.yaml", text)
+        _save(FOLDER / f"{PAPER}.yaml", fitted_text(soc))
         write_table("residuals", table)
     print(table)
     for name in FREE:

@@ -3,14 +3,17 @@
 A *group* is a set of linear layers that read the same input and run as one operator: ``qkv``, ``o``,
 ``gate_up``, ``down``, ``head``. Shapes are ``m`` tokens × ``k`` inputs × ``n`` outputs; a weight is
 ``[n, k]``, output rows first. The ``ffn`` group is gate, up, their activation and down as one operator, which
-is split along the intermediate width. The ``experts`` group is such a network for each expert of a layer, of
-which each token chooses some.
+is split along the intermediate width. A *fused* group is one NPU graph over what lies between attentions, all
+or a share of the network's width: ``norm_qkv`` is the norm of the residual stream with ``qkv``, and ``o_ffn``
+is ``o``, its sum with the stream, the norm and the network. The ``experts`` group is such a network for each
+expert of a layer, of which each token chooses some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from msgspec import Meta, Struct
@@ -79,7 +82,8 @@ Power = Literal["burst", "balanced", "default"]
 POWERS: tuple[Power, ...] = get_args(Power)
 
 
-NORMS: Final = frozenset({"rms_norm", "final_norm"})
+STREAM_NORM: Final = "rms_norm"
+NORMS: Final = frozenset({STREAM_NORM, "final_norm"})
 """The norms among the operators before groups."""
 
 
@@ -110,6 +114,11 @@ class WeightFormat(Struct, frozen=True, forbid_unknown_fields=True):
     def quantized(self) -> bool:
         """Whether the weight is block-quantised."""
         return self.bits <= 8
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether blocks of the weight have scales of their own."""
+        return self.quantized and self.scales != "tensor"
 
     def weight_bytes(self, rows: int, columns: int) -> int:
         """Return the size in bytes of a ``[rows, columns]`` weight with FP16 scales and minimums."""
@@ -226,6 +235,18 @@ class Routing:
         return float(self.experts * (1 - (1 - self.chosen / self.experts) ** tokens))
 
 
+STREAM_INPUT: Final = "stream_input"
+"""Slot of a copy of the residual stream, which fused groups read."""
+
+PARTS: Final[Mapping[Group, tuple[Group, ...]]] = MappingProxyType(
+    {"norm_qkv": ("qkv",), "o_ffn": ("o", "gate_up", "down"), "ffn": ("gate_up", "down")}
+)
+"""Groups that stand for others, those that stand for more first."""
+
+FUSED: Final = frozenset({"norm_qkv", "o_ffn"})
+"""Groups whose graphs read the residual stream."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpSpec:
     """One group of linear layers of a model.
@@ -244,10 +265,13 @@ class OpSpec:
             intermediate width, and the shards' outputs are summed.
         experts: Routing of an ``experts`` group, whose members and ``then`` are of one expert; else None.
         kind: Name of the layer's kind; empty in the head, and where all layers are alike.
-        parts: The two groups that an ``ffn`` group stands for; else none.
+        parts: The groups that the group stands for; else none.
         before: The operators between the group before and this one, in order and by their names in profiles;
             the last of them writes the input.
         reader: The operator that reads the output, by its name in profiles.
+        fusible: Whether nothing but a norm of the residual stream that NPU graphs can have, and in front of a
+            network the sum with the output of ``o``, lies between this group and the one before.
+        first: ``o`` of an ``o_ffn`` group, which the NPU computes whole; else None.
     """
 
     group: Group
@@ -265,6 +289,28 @@ class OpSpec:
     parts: tuple[Group, ...] = ()
     before: tuple[str, ...] = ()
     reader: str = ""
+    fusible: bool = False
+    first: OpSpec | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether NPU graphs of the group read the residual stream."""
+        return self.group in FUSED
+
+    @property
+    def timed_group(self) -> Group:
+        """The group by which profiles know times of its graphs: that without the norm, and without ``o``."""
+        return {"norm_qkv": "qkv", "o_ffn": "ffn"}.get(self.group, self.group)
+
+    @property
+    def input_columns(self) -> int:
+        """Width of the input :attr:`source`; an ``o_ffn`` group reads the residual stream, too."""
+        return self.columns if self.first is None else self.first.columns
+
+    @property
+    def graph_columns(self) -> int:
+        """Values of all inputs of a token that the NPU's graphs read."""
+        return self.columns if self.first is None else self.first.columns + self.columns
 
     @property
     def follows_norm(self) -> bool:
@@ -279,8 +325,8 @@ class OpSpec:
     @property
     def anywhere(self) -> OpSpec:
         """The group without its layer: equal for groups of equal sizes and formats."""
-        then = None if self.then is None else self.then.anywhere
-        return replace(self, layer=0, kind="", then=then)
+        then, first = (None if own is None else own.anywhere for own in (self.then, self.first))
+        return replace(self, layer=0, kind="", then=then, first=first)
 
     @property
     def rows(self) -> int:
@@ -296,8 +342,8 @@ class OpSpec:
         """Return the multiply-adds of one pass over ``tokens`` tokens, counted as two each."""
         if self.experts is not None:
             tokens *= self.experts.chosen
-        own = 2 * tokens * self.rows * self.columns
-        return own if self.then is None else own + self.then.flops(tokens)
+        others = (own.flops(tokens) for own in (self.first, self.then) if own is not None)
+        return 2 * tokens * self.rows * self.columns + sum(others)
 
     def weight_bytes(self) -> int:
         """Return the bytes of all weights."""
@@ -312,9 +358,10 @@ class OpSpec:
     def slice_bytes(self, member_rows: tuple[int, ...]) -> int:
         """Return the bytes of weights of some rows of each member and of the matching columns of ``then``.
 
-        Those of an ``experts`` group are rows of one expert.
+        All those of ``first`` come with them. Those of an ``experts`` group are rows of one expert.
         """
         own = self.weight.weight_bytes(sum(member_rows), self.columns)
+        own += 0 if self.first is None else self.first.weight_bytes()
         if self.then is None:
             return own
         return own + self.then.weight.weight_bytes(self.then.rows, member_rows[0])
@@ -334,12 +381,15 @@ class OpSpec:
         """
         outputs = sum(member_rows) if self.then is None else self.then.rows
         tokens = max(lengths, default=0) if memory.reuses_io else sum(lengths)
-        io_bytes = tokens * (self.columns + outputs) * memory.activation_bytes
+        io_bytes = tokens * (self.graph_columns + outputs) * memory.activation_bytes
         copies = lengths if memory.copies_by_length else [1]
-        return sum(self._graph_weights(member_rows, memory, length) for length in copies) + io_bytes
+        return sum(self.held_bytes(member_rows, length, memory) for length in copies) + io_bytes
 
-    def _graph_weights(self, member_rows: tuple[int, ...], memory: GraphMemory, tokens: int) -> int:
+    def held_bytes(self, member_rows: tuple[int, ...], tokens: int, memory: GraphMemory) -> int:
+        """Return the bytes of weights in one NPU graph of some rows of each member."""
         own = memory.weight_bytes(self.weight, sum(member_rows), self.columns, tokens)
+        if self.first is not None:
+            own += self.first.held_bytes(self.first.member_rows, tokens, memory)
         if self.then is None:
             return own
         return own + memory.weight_bytes(self.then.weight, self.then.rows, member_rows[0], tokens)
@@ -363,19 +413,41 @@ def ffn_spec(gate_up: OpSpec, down: OpSpec) -> OpSpec | None:
         target=down.target,
         join="sum",
         then=down,
-        parts=(gate_up.group, down.group),
+        parts=PARTS["ffn"],
         reader=down.reader,
     )
 
 
 def ffn_specs(specs: Iterable[OpSpec]) -> tuple[OpSpec, ...]:
     """Return the ffn group of each layer that has one, from all groups of a model."""
+    return tuple(spec for spec in joined_specs(specs) if spec.group == "ffn")
+
+
+def joined_specs(specs: Iterable[OpSpec]) -> tuple[OpSpec, ...]:
+    """Return the groups of each layer that stand for others, in the order of :data:`PARTS`.
+
+    Args:
+        specs: All groups of a model.
+    """
     layers: dict[int, dict[Group, OpSpec]] = {}
     for spec in specs:
         layers.setdefault(spec.layer, {})[spec.group] = spec
-    found = (
-        ffn_spec(groups["gate_up"], groups["down"])
-        for groups in layers.values()
-        if "gate_up" in groups and "down" in groups
-    )
-    return tuple(block for block in found if block is not None)
+    return tuple(spec for groups in layers.values() for spec in _joined(groups))
+
+
+def _joined(groups: Mapping[Group, OpSpec]) -> Iterator[OpSpec]:
+    qkv, o, gate_up, down = (groups.get(group) for group in ("qkv", "o", "gate_up", "down"))
+    if qkv is not None and _can_fuse(qkv):
+        yield replace(qkv, group="norm_qkv", source=STREAM_INPUT, parts=PARTS["norm_qkv"])
+    ffn = None if gate_up is None or down is None else ffn_spec(gate_up, down)
+    if ffn is None:
+        return
+    if o is not None and o.weight == ffn.weight and _can_fuse(ffn):
+        # A norm's kernel copies the stream.
+        before = (STREAM_NORM, *o.before)
+        yield replace(ffn, group="o_ffn", first=o, source=o.source, parts=PARTS["o_ffn"], before=before)
+    yield ffn
+
+
+def _can_fuse(spec: OpSpec) -> bool:
+    return spec.fusible and spec.weight.in_blocks and not spec.integer_inputs

@@ -23,6 +23,7 @@ from .flights.plan import predict_prompt as predict_prompt
 from .flights.plan import with_schedule as with_schedule
 from .flights.schedule import Stage as Stage
 from .flights.schedule import schedule_chunks as schedule_chunks
+from .fused import with_norms as with_norms
 from .levels import LENGTH_POLICIES as LENGTH_POLICIES
 from .levels import LEVELS as LEVELS
 from .levels import LengthPolicy as LengthPolicy

@@ -42,11 +42,15 @@ class NpuLimits:
         row_alignment: Multiple of rows at which groups can be split.
         forms: Returns the legal graph forms of a group at a length, best first; empty where the NPU cannot
             compute it. For an ffn, its argument is the shard.
+        left_out: Places of groups that it need not compute.
+        covering: Places of groups that it computes for all tokens of a pass or none.
     """
 
     standard_lengths: tuple[int, ...]
     row_alignment: int
     forms: Callable[[OpSpec, int], tuple[str, ...]]
+    left_out: frozenset[str] = frozenset()
+    covering: frozenset[str] = frozenset()
 
     def slice_forms(self, spec: OpSpec, rows: Rows) -> dict[int, tuple[str, ...]]:
         """Return the legal forms of some rows of each member of a group at every length."""
@@ -61,6 +65,8 @@ class NpuLimits:
 @lru_cache(maxsize=1024)
 def _slice_forms(limits: NpuLimits, spec: OpSpec, rows: Rows) -> dict[int, tuple[str, ...]]:
     shard = spec if spec.then is None else ffn_shard(spec, rows[0])
+    if spec.place in limits.left_out:
+        return {}
     return {length: limits.forms(shard, length) for length in limits.standard_lengths}
 
 
@@ -190,7 +196,7 @@ def candidates(
             found = [cover for cover in npu_lengths_for(tokens, usable) if sum(cover[:-1]) < low]
             covers[key] = [*_in_each_form(found, forms), *_integer_covers(tokens, usable, forms, low)]
         pairs = covers[key]
-        if rows == whole and spec.then is None:
+        if rows == whole and spec.then is None and spec.place not in limits.covering:
             leading = sequence_lengths_for(tokens, usable, low)
             pairs = [*pairs, *_in_each_form(leading, forms)]
         for cover, form in pairs:
@@ -244,7 +250,7 @@ def placements_of_built(
         forms = limits.slice_forms(spec, rows)
         usable = [length for length in limits.standard_lengths if forms.get(length)]
         covers = list(few_lengths_for(tokens, usable))
-        if rows == spec.member_rows and spec.then is None:
+        if rows == spec.member_rows and spec.then is None and spec.place not in limits.covering:
             covers += few_leading_lengths_for(tokens, usable)
         for cover, form in _in_each_form(covers, forms):
             if spec.then is None:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from heterollm.kernels.ops import OpSpec
 from heterollm.solver.candidates import NpuLimits, Splits
 from heterollm.solver.costs import Costs
-from heterollm.solver.ffn import ffn_groups
+from heterollm.solver.ffn import entry_group, ffn_groups
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option, ffn_options, group_options, whole_cost_of
 from heterollm.solver.submissions import LayerGroup, solve_layer, submits_singly
@@ -34,9 +34,9 @@ class Chain:
     """A solved pass of the layers of a kind.
 
     Args:
-        choices: One for each operator of a layer, in order: the groups, or an ffn in place of two of them.
+        choices: One for each operator of a layer, in order: the groups, or an ffn in place of some of them.
         time_us: Predicted time of all these layers, glue operators included.
-        rejected_path: The path through the feed-forward network that costs more: the best ffn, or the two
+        rejected_path: The path through the feed-forward network that costs more: the best ffn, or its
             groups; empty where there is one path only.
     """
 
@@ -67,17 +67,21 @@ KnownOptions: TypeAlias = dict[str, tuple[list[Option], list[Option]]]
 
 
 def activation_cost(ffn: OpSpec, tokens: int, costs: Costs, objective: Objective) -> float:
-    """Return the cost of the activation between the two groups that an ffn stands for."""
+    """Return the cost of the activation between the last two groups that an ffn stands for."""
     _, down = ffn_groups(ffn)
     activation_us = costs.between_us(down, tokens)
     return objective.cost(activation_us, activation_us, 0.0)
 
 
+def between_parts_us(parts: Sequence[OpSpec], tokens: int, costs: Costs) -> float:
+    """Return the time of the operators between the groups that an ffn stands for."""
+    return sum(costs.between_us(spec, tokens) for spec in parts[1:])
+
+
 def ffn_path_us(choices: Sequence[Choice], tokens: int, costs: Costs) -> float:
-    """Return the time of the path through the feed-forward network in ``choices``, activation included."""
-    own = [choice for choice in choices if choice.spec.group in ("gate_up", "down", "ffn")]
-    between_us = sum(costs.between_us(choice.spec, tokens) for choice in own if choice.spec.group == "down")
-    return between_us + sum(choice.chosen.time_us for choice in own)
+    """Return the time of ``choices``, a path through a feed-forward network, activation included."""
+    between_us = between_parts_us([choice.spec for choice in choices], tokens, costs)
+    return between_us + sum(choice.chosen.time_us for choice in choices)
 
 
 def solve_chain(
@@ -103,7 +107,7 @@ def solve_chain(
         objective: The objective.
         splits: By place, rows that the NPU may compute; default all aligned splits.
         shortest: Tokens of the shortest pass that the placements must also be legal for.
-        ffn: The ffn as which two of the groups may be placed.
+        ffn: The ffn as which some of the groups may be placed.
         known: Options of the pass so far; it is extended.
 
     Raises:
@@ -122,22 +126,23 @@ def solve_chain(
     if ffn is None:
         return Chain(as_groups.choices, layers * as_groups.time_us)
     place = next(place for place, spec in enumerate(specs) if spec.group == ffn.parts[0])
-    both = slice(place, place + 2)
-    whole_cost = activation_cost(ffn, tokens, costs, objective)
-    whole_cost += sum(whole_cost_of(group.allowed) for group in groups[both])
+    parts = slice(place, place + len(ffn.parts))
+    between_us = between_parts_us(specs[parts], tokens, costs)
+    whole_cost = objective.cost(between_us, between_us, 0.0)
+    whole_cost += sum(whole_cost_of(group.allowed) for group in groups[parts])
     # A plan of level tensor has no slices of an ffn.
     if ffn.place not in known:
         rows = None if splits is None else splits.get(ffn.place, {})
         known[ffn.place] = ffn_options(ffn, tokens, limits, costs, objective, rows, shortest, whole_cost)
-    own = _GroupOptions(ffn, groups[place].before_us, *known[ffn.place])
+    own = _GroupOptions(ffn, costs.between_us(entry_group(ffn), tokens), *known[ffn.place])
     if not own.allowed:
         rejected = (own.choice(own.rejected[0]),) if own.rejected else ()
         return Chain(as_groups.choices, layers * as_groups.time_us, rejected)
-    as_ffn = _cheapest_path([*groups[:place], own, *groups[place + 2 :]], tokens, costs, objective)
+    as_ffn = _cheapest_path([*groups[:place], own, *groups[parts.stop :]], tokens, costs, objective)
     if as_groups.cost <= as_ffn.cost:
         rejected_path = as_ffn.choices[place : place + 1]
         return Chain(as_groups.choices, layers * as_groups.time_us, rejected_path)
-    return Chain(as_ffn.choices, layers * as_ffn.time_us, as_groups.choices[both])
+    return Chain(as_ffn.choices, layers * as_ffn.time_us, as_groups.choices[parts])
 
 
 @dataclass(frozen=True, slots=True)

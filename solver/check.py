@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from heterollm.base import PlanError, format_bytes
 from heterollm.kernels.npu import FfnShape, GraphShape, LinearShape, NpuBackend, graph_memory
-from heterollm.kernels.ops import Activation, OpSpec, Phase
+from heterollm.kernels.ops import Activation, OpSpec, Phase, joined_specs
 from heterollm.model import kinds_of_specs
 from heterollm.solver.ffn import split_alignment
 from heterollm.solver.placements import Placement
@@ -57,7 +57,8 @@ def check_plan(
         record.check(PlanTarget(specs, npu, activation, heads or (0, 0)))
     _check_address_space(plan, specs, npu, head_rows)
     specs = [spec for spec in specs if spec.experts is None]
-    groups = dict.fromkeys((*(spec.group for spec in specs), "ffn"))
+    joined = (spec.group for spec in joined_specs(specs))
+    groups = dict.fromkeys((*(spec.group for spec in specs), "ffn", *joined))
     if unknown := next((entry.group for entry in plan.placed if entry.group not in groups), None):
         raise PlanError(
             f"The plan places {unknown}, and the model has no such linears.",
@@ -153,5 +154,5 @@ def _check_on_npu(
 
 def _shape(placement: Placement, spec: OpSpec, activation: Activation) -> GraphShape:
     if spec.then is None:
-        return LinearShape(spec.weight, spec.columns, spec.integer_inputs)
+        return LinearShape(spec.weight, spec.columns, spec.integer_inputs, spec.fused)
     return FfnShape.of(spec, placement.npu_rows[0], activation)

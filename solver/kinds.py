@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from heterollm.kernels.ops import OpSpec, ffn_specs
+from heterollm.kernels.ops import Group, OpSpec, joined_specs
 from heterollm.model import LayerKind, kinds_of_specs
 from heterollm.solver.costs import Costs
 
@@ -17,7 +17,7 @@ class PlacedKind:
     Args:
         kind: The layers.
         specs: Their groups in order; a group that an earlier kind has alike is that kind's.
-        ffn: Two of these groups as one operator; None where nothing places them so.
+        ffn: Some of these groups as one operator, an ffn or ``o_ffn``; None where nothing places them so.
     """
 
     kind: LayerKind
@@ -41,28 +41,28 @@ class PlacedKind:
 
     @property
     def paths(self) -> tuple[tuple[OpSpec, ...], ...]:
-        """The operators of a layer, in order: its groups, and with the ffn in place of two of them."""
+        """The operators of a layer, in order: its groups, and with the ffn in place of some of them."""
         ffn = self.ffn
         if ffn is None:
             return (self.specs,)
         replaced = (ffn if spec.group == ffn.parts[0] else spec for spec in self.specs)
-        return self.specs, tuple(spec for spec in replaced if spec.group != ffn.parts[1])
+        return self.specs, tuple(spec for spec in replaced if spec.group not in ffn.parts[1:])
 
 
 def placed_kinds(
-    specs: Sequence[OpSpec], costs: Costs, longest: int, *, with_ffn: bool
+    specs: Sequence[OpSpec], costs: Costs, longest: int, joined: Sequence[Group]
 ) -> tuple[PlacedKind, ...]:
     """Return the kinds of layers of a model.
 
     Groups are alike if their sizes and formats are equal and the operators before them take as long. They
     share resident slices and, but for passes of one token, placements: apart they would double the search,
-    and the file, of a plan. The two groups that can be an ffn are shared together or not at all.
+    and the file, of a plan. The groups that can be an ffn are shared together or not at all.
 
     Args:
         specs: Every group of the model.
         costs: Times of both processors.
         longest: Tokens of the longest pass.
-        with_ffn: Whether to place feed-forward networks as one operator.
+        joined: Groups for which feed-forward networks may be placed as one operator, the best first.
     """
     known: dict[object, tuple[OpSpec, ...]] = {}
     kinds = kinds_of_specs([spec for spec in specs if spec.experts is None])
@@ -76,10 +76,16 @@ def placed_kinds(
 
     found = []
     for kind in kinds:
-        parts = [part for ffn in ffn_specs(kind.specs) for part in ffn.parts]
+        parts = [part for ffn in _ffns(kind.specs, joined or ("ffn",)) for part in ffn.parts]
         pair = tuple(spec for spec in kind.specs if spec.group in parts)
         units = [pair, *((spec,) for spec in kind.specs if spec.group not in parts)]
         chosen = {spec.group: spec for unit in units for spec in shared(unit)}
         own = tuple(chosen[spec.group] for spec in kind.specs)
-        found.append(PlacedKind(kind, own, next(iter(ffn_specs(own)), None) if with_ffn else None))
+        found.append(PlacedKind(kind, own, next(_ffns(own, joined), None)))
     return tuple(found)
+
+
+def _ffns(specs: Sequence[OpSpec], joined: Sequence[Group]) -> Iterator[OpSpec]:
+    """Yield the first operator of some groups that a layer has; none if it has none."""
+    own = {spec.group: spec for spec in joined_specs(specs)}
+    yield from [own[group] for group in joined if group in own][:1]

@@ -121,7 +121,7 @@ def evaluate(
         gpu_us + shadow.product_us,
         npu_us,
         overheads,
-        map_us=overheads.mapping_us(sum(placement.npu_lengths) * (spec.columns + npu_rows)),
+        map_us=overheads.mapping_us(sum(placement.npu_lengths) * (spec.graph_columns + npu_rows)),
         slowdown=slowdown_of(spec, tokens, placement, costs) if beside else None,
     )
     # Both processors wait for codes and lists of the input; the output is read behind the GPU's shard.

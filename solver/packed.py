@@ -19,7 +19,7 @@ from heterollm.solver.candidates import (
     splits_near,
 )
 from heterollm.solver.chain import activation_cost
-from heterollm.solver.options import Option, OptionTable, evaluated
+from heterollm.solver.options import Option, OptionTable, evaluated, whole_cost_of
 from heterollm.solver.packing import FfnPacking, Frontier, GroupPacking, Packing, pack
 from heterollm.solver.problem import PlanProblem
 from heterollm.solver.slices import Slices, pass_weights
@@ -102,8 +102,11 @@ class _Search:
         if not others:
             return first
         down, ffn = others
+        first_of = solver.first_of(ffn.spec)
+        own = {} if first_of is None else self._all(first_of, ())
         activation = {
             tokens: activation_cost(ffn.spec, tokens, solver.costs, solver.objective)
+            + (whole_cost_of(own[tokens]) if own else 0.0)
             for tokens in self._weights
         }
         return FfnPacking(first, down, ffn, activation)

@@ -84,6 +84,12 @@ class RowsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
                 f"{where}: the form {self.form} clamps no inputs, so that it has no shadow of outliers.",
                 fix=f"Give it a form among {', '.join(sorted(INTEGER_FORMS))}, or no shadow.",
             )
+        covered = sum(self.npu_lengths) >= tokens
+        if spec.fused and (self.npu_rows != spec.member_rows or self.shadow or not covered):
+            raise PlanError(
+                f"{where}: a graph with a norm computes all rows of all tokens, and has no shadow.",
+                fix=f"Place {spec.parts[0]} instead.",
+            )
         if not self.npu_rows:
             return
         if len(self.npu_rows) != len(spec.members):

@@ -29,7 +29,7 @@ from heterollm.base import (
     read_file,
 )
 from heterollm.kernels.npu import INTEGER_FORMS
-from heterollm.kernels.ops import GraphMemory, OpSpec, Phase, ffn_specs
+from heterollm.kernels.ops import FUSED, PARTS, GraphMemory, Group, OpSpec, Phase, joined_specs
 from heterollm.model import kinds_of_specs
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
 from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
@@ -58,8 +58,8 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         precision: Precision of the linears.
         shape: The model's shape, by :func:`model_shape`.
         chunk_length: Longest pass; longer prompts run in chunks of this many tokens.
-        entries: The placements; the first that covers a case decides. Where one of an ffn does, those of its
-            two groups do not count.
+        entries: The placements; the first that covers a case decides. Where one of an ffn or a fused group
+            does, those of its parts do not count.
         sync: How the NPU waits for the GPU.
         slices: What the NPU holds; by default what the entries use.
         request: What it was asked to be; None for levels that follow a rule.
@@ -110,7 +110,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     ) -> Iterator[tuple[OpSpec, Placement]]:
         """Yield each operator of a pass with its placement, in the order of ``specs``.
 
-        An ffn with a placement stands in the place of its two groups.
+        An ffn or fused group with a placement stands in the place of its parts.
 
         Args:
             phase: Prefill or decode.
@@ -122,18 +122,20 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
             PlanError: No entry covers a case, or a placement cannot run it.
         """
         decisive = [entry for entry in self.entries if entry.serves(phase, tokens)]
-        ffns = {ffn.layer: ffn for ffn in ffn_specs(specs)}
-        whole: dict[int, Placement] = {}
-        for layer, ffn in ffns.items():
-            found = _first(decisive, ffn, tokens)
-            if found is not None:
-                whole[layer] = found
+        placed = {entry.group for entry in decisive}
+        whole: dict[tuple[int, Group], tuple[OpSpec, Placement]] = {}
+        for joined in joined_specs(specs) if placed & PARTS.keys() else ():
+            parts = [(joined.layer, part) for part in joined.parts]
+            if joined.group in placed and not whole.keys() & parts:
+                found = _first(decisive, joined, tokens)
+                if found is not None:
+                    whole |= dict.fromkeys(parts, (joined, found))
         for spec in specs:
             if spec.group == "head":
                 yield spec, self.placement(phase, rows, spec)
-            elif spec.layer in whole and spec.group in (parts := ffns[spec.layer].parts):
-                if spec.group == parts[0]:
-                    yield ffns[spec.layer], whole[spec.layer]
+            elif (own := whole.get((spec.layer, spec.group))) is not None:
+                if spec.group == own[0].parts[0]:
+                    yield own
             else:
                 yield spec, _first(decisive, spec, tokens) or self.placement(phase, tokens, spec)
 
@@ -218,7 +220,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         slices = sum(
             spec.graph_bytes(held.npu_rows, held.lengths, memory)
             for held in self.slices
-            for spec in (*specs, *ffn_specs(specs))
+            for spec in (*specs, *joined_specs(specs))
             if held.holds(spec)
         )
         return slices + sum(record.npu_bytes(specs, memory) for record in self.techniques)
@@ -228,7 +230,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         entries = (
             replace(entry, group=group, placement=GPU_ONLY)
             for entry in self.entries
-            for group in (("gate_up", "down") if entry.group == "ffn" else (entry.group,))
+            for group in PARTS.get(entry.group, (entry.group,))
         )
         kept = tuple(dict.fromkeys(entries))
         own = (record.without_npu() for record in self.techniques)
@@ -237,8 +239,13 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_ffn(self) -> bool:
-        """Whether any ffn has a placement as one operator."""
-        return any(entry.group == "ffn" for entry in self.placed)
+        """Whether any feed-forward network has a placement as one operator, fused or not."""
+        return any(isinstance(entry.placement, FfnPlacement) for entry in self.placed)
+
+    @property
+    def has_fused(self) -> bool:
+        """Whether any fused group has a placement."""
+        return any(entry.group in FUSED for entry in self.placed)
 
     @property
     def uses_npu(self) -> bool:
@@ -364,7 +371,7 @@ def _mistake(entry: PlanEntry) -> str | None:
             return f"range {low}..{high} of {entry.group} is empty"
     if entry.group == "experts":
         return "it places experts like a linear layer: the NPU's groups of them stand in `experts`"
-    if (entry.group == "ffn") is not isinstance(entry.placement, FfnPlacement):
+    if (entry.group in ("ffn", "o_ffn")) is not isinstance(entry.placement, FfnPlacement):
         return f"a {type(entry.placement).__name__} cannot place {entry.group}"
     return None
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from heterollm.kernels.ops import OpSpec, Phase
+from heterollm.kernels.ops import PARTS, OpSpec, Phase
 from heterollm.model import kinds_of_specs
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
-from heterollm.solver.ffn import first_group
+from heterollm.solver.ffn import entry_group
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option, evaluate
 from heterollm.solver.placements import Placement
@@ -64,10 +64,15 @@ class PredictedKind:
 
     @property
     def ffn_us(self) -> float:
-        """Time of one layer's feed-forward network, its activation included."""
-        own = [item for item in self.operators if item.spec.group in ("gate_up", "down", "ffn")]
-        between_us = sum(item.between_us for item in own if item.spec.group == "down")
-        return between_us + sum(item.option.time_us for item in own)
+        """Time of one layer's feed-forward network, of o before it, too, if a fused group is compared."""
+        compared = {
+            item.spec.group
+            for item in self.operators
+            if any(other.of_ffn for other in item.option.placement.rejected)
+        }
+        parts = PARTS["o_ffn" if compared & {"o", "o_ffn"} else "ffn"]
+        own = [item for item in self.operators if item.spec.group in ("o_ffn", "ffn", *parts)]
+        return sum(item.option.time_us for item in own) + sum(item.between_us for item in own[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,7 @@ def predict_pass(
             option = evaluate(spec, rows, _with_form(placement, spec, costs, limits), costs)
             if option is None:
                 return None
-            found.append(PredictedOperator(spec, rows, option, costs.between_us(first_group(spec), rows)))
+            found.append(PredictedOperator(spec, rows, option, costs.between_us(entry_group(spec), rows)))
         return found
 
     kinds = []
@@ -184,7 +189,7 @@ def layer_cost(
     total = 0.0
     for spec, placement in decisions:
         option = evaluate(spec, tokens, placement, costs, objective)
-        between_us = costs.between_us(first_group(spec), tokens)
+        between_us = costs.between_us(entry_group(spec), tokens)
         own = math.inf if option is None else option.cost
         total += own + objective.cost(between_us, between_us, 0.0)
     return total
@@ -206,7 +211,7 @@ def layer_time_us(
         option = evaluate(spec, tokens, placement, costs)
         if option is None:
             return math.inf
-        between_us = costs.between_us(first_group(spec), tokens)
+        between_us = costs.between_us(entry_group(spec), tokens)
         specs.append(spec)
         chosen.append(option)
         time_us += between_us + option.time_us

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from heterollm.base import OptionError
-from heterollm.kernels.ops import OpSpec
+from heterollm.kernels.ops import PARTS, Group, OpSpec
 from heterollm.solver.candidates import NpuLimits
 from heterollm.solver.costs import Costs
 from heterollm.solver.kinds import PlacedKind, placed_kinds
@@ -14,6 +16,13 @@ from heterollm.solver.options import Option, OptionTable, mean_options
 from heterollm.solver.request import SOLVED_LEVELS, SolvedLevel
 from heterollm.solver.slices import Budget
 from heterollm.solver.submissions import chain_costs, submits_singly
+
+JOINED: Final[Mapping[SolvedLevel, tuple[Group, ...]]] = {
+    "tensor": (),
+    "block": ("ffn",),
+    "fused": ("o_ffn", "ffn"),
+}
+"""Groups for which a level may place feed-forward networks as one operator, the best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +64,18 @@ class PlanProblem:
             raise OptionError(
                 f"The solver has no level {self.level!r:.40}.", fix=f"Choose {' or '.join(SOLVED_LEVELS)}."
             )
-        with_ffn = self.level == "block" and self.limits is not None
-        kinds = placed_kinds(self.specs, self.costs, self.chunk_length, with_ffn=with_ffn)
+        joined = () if self.limits is None else JOINED[self.level]
+        kinds = placed_kinds(self.specs, self.costs, self.chunk_length, joined)
         object.__setattr__(self, "kinds", kinds)
+        if self.limits is not None:
+            # The NPU holds a fused group or its parts, not both, and a norm serves all tokens of a graph.
+            fused = [kind for kind in kinds if kind.ffn is not None and kind.ffn.first is not None]
+            left_out, covering = (
+                frozenset(spec.place for kind in fused for spec in kind.specs if spec.group in PARTS[group])
+                for group in ("o_ffn", "norm_qkv")
+            )
+            limits = replace(self.limits, left_out=left_out, covering=covering)
+            object.__setattr__(self, "limits", limits)
 
     @property
     def head(self) -> OpSpec:
@@ -73,15 +91,23 @@ class PlanProblem:
 
     @property
     def units(self) -> tuple[tuple[OpSpec, ...], ...]:
-        """The distinct groups whose slices are chosen together: those of a network with its ffn, else one."""
+        """The distinct groups whose slices are chosen together: two of a network with its ffn, else one."""
         found: dict[tuple[str, ...], tuple[OpSpec, ...]] = {}
         for kind in self.kinds:
-            parts = () if kind.ffn is None else kind.ffn.parts
+            # The GPU alone computes o where it is no part of the ffn.
+            parts = () if kind.ffn is None else kind.ffn.parts[-2:]
             pair = tuple(spec for spec in kind.specs if spec.group in parts)
             alone = [(spec,) for spec in kind.specs if spec.group not in parts]
             for unit in (*([] if kind.ffn is None else [(*pair, kind.ffn)]), *alone):
                 found.setdefault(tuple(spec.place for spec in unit), unit)
         return (*found.values(), (self.head,))
+
+    def first_of(self, ffn: OpSpec) -> OpSpec | None:
+        """Return the placed group ``o`` that is a part of an ffn; None where it is not."""
+        if ffn.first is None:
+            return None
+        kind = next(kind for kind in self.kinds if kind.ffn == ffn)
+        return next(spec for spec in kind.specs if spec.group == ffn.first.group)
 
     def count(self, spec: OpSpec) -> int:
         """Return the number of layers that have a group; 1 for the head."""

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Final
 
 from heterollm.base import ProfileError
+from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.operators import Form, name_in_profiles
-from heterollm.kernels.ops import GraphMemory, OpSpec
+from heterollm.kernels.ops import STREAM_NORM, GraphMemory, OpSpec
 from heterollm.model import ModelShape
 from heterollm.profiler.measure import (
     SUBMISSIONS,
@@ -30,7 +31,7 @@ from heterollm.solver.costs import NO_SHADOW, Errors, ShadowTimes, Slowdown
 from heterollm.solver.experts.prices import ExpertPrices
 from heterollm.solver.experts.times import expert_times
 from heterollm.solver.profile_errors import ProfileErrors
-from heterollm.solver.profile_overheads import best_strategy, median_us, overheads_of
+from heterollm.solver.profile_overheads import best_strategy, graph_start_us, median_us, overheads_of
 from heterollm.solver.shadows import GroupShadow
 from heterollm.solver.sparse.costs import SparseTimes, sparse_times
 
@@ -79,6 +80,7 @@ class ProfileCosts:
             strategy = best_strategy(profile)
             self.errors = ProfileErrors(profile, self._predictor, streamed=self._streamed, strategy=strategy)
         self._gap_us = median_us(profile, LaunchKey("chained"))
+        self._start_us = graph_start_us(profile)
         self.experts = expert_times(profile, shape, self._streamed, self._gap_us)
         self.missing: set[str] = set() if shape.experts is None or self.experts else {"experts"}
         self._contention = Contention(
@@ -103,7 +105,13 @@ class ProfileCosts:
     def npu_us(self, spec: OpSpec, member_rows: tuple[int, ...], length: int, form: str) -> float:
         """Return the time of one NPU graph; see :class:`heterollm.solver.costs.Costs`."""
         point = LinearPoint.of(spec, length, member_rows=member_rows, form=form, streamed=self._streamed)
-        return self._us(point, "npu")
+        own_us, first = self._us(point, "npu"), spec.first
+        if first is None:
+            return own_us
+        # One graph starts in place of two.
+        linear = "integer" if form in INTEGER_FORMS else "matmul_nbits"
+        first_us = self.npu_us(first, first.member_rows, length, linear)
+        return own_us + max(0.0, first_us - self._start_us)
 
     def slowdown(self, spec: OpSpec, tokens: int, form: str = "", length: int = 0) -> Slowdown:
         """Return the slowdown of both processors; see :class:`heterollm.solver.costs.Costs`."""
@@ -131,7 +139,9 @@ class ProfileCosts:
         read_us = self._layer_us(name_in_profiles("read_codes", codes), covered, width=rows)
         if not spec.follows_norm:
             write = name_in_profiles("write_codes", codes)
-            return self._layer_us(write, covered, width=spec.columns), read_us
+            write_us = self._layer_us(write, covered, width=spec.input_columns)
+            stream_us = self._more_us(STREAM_NORM, codes, tokens, spec.columns) if spec.fused else 0.0
+            return write_us + stream_us, read_us
         norm = spec.before[-1]
         if spec.group == "head":
             codes = Form(codes="uint16")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Final
 
 from heterollm.base import ProfileError
+from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import OpSpec
 from heterollm.profiler.measure import Measurement
 from heterollm.profiler.predict import Prediction, Predictor
@@ -56,7 +58,11 @@ class ProfileErrors:
     def npu_us(self, spec: OpSpec, member_rows: tuple[int, ...], length: int, form: str) -> float:
         """Return the error of the time of one NPU graph."""
         point = LinearPoint.of(spec, length, member_rows=member_rows, form=form, streamed=self._streamed)
-        return self._error_us(point, "npu")
+        own_us, first = self._error_us(point, "npu"), spec.first
+        if first is None:
+            return own_us
+        linear = "integer" if form in INTEGER_FORMS else "matmul_nbits"
+        return math.hypot(own_us, self.npu_us(first, first.member_rows, length, linear))
 
     def between_us(self, spec: OpSpec, tokens: int) -> float:  # noqa: ARG002 - see Errors
         """Return 0: the operators between groups run with and without a split."""

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeGuard
 
 from heterollm.base import ProfileError
-from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS, TILE_OF_INTEGERS, GraphForm
+from heterollm.kernels.npu import (
+    FUSED_FORMS,
+    INTEGER_FORMS,
+    K_SPLIT_COLUMNS,
+    TILE_OF_INTEGERS,
+    GraphForm,
+)
 from heterollm.kernels.ops import OpSpec, WeightFormat
 from heterollm.profiler.records import LinearKey, Profile
 from heterollm.solver.candidates import NpuLimits
@@ -79,6 +85,7 @@ class _MeasuredForms:
         found = _elsewhere(sizes, length, wide=wide) if own is None else own
         # Where only wide ffns were measured, their forms serve narrow ones too, except for k-splits.
         left_out: set[str] = set() if wide else set(K_SPLIT_FFNS)
+        found = found & FUSED_FORMS if spec.fused else found
         ungated = is_ffn and len(spec.members) == 1
         if not self.calibrated or spec.weight.scales == "free" or ungated:
             left_out |= INTEGER_FORMS

@@ -92,6 +92,12 @@ def _hidden_start_us(profile: Profile) -> float:
     return hidden_us if hidden_us > LEAST_HIDDEN_FRACTION * alone_us else 0.0
 
 
+def graph_start_us(profile: Profile) -> float:
+    """Return the time of a small graph, nearly all of which is the start of any graph; 0 if unknown."""
+    record = profile.records.get(LaunchKey("npu_to_gpu"))
+    return 0.0 if record is None or record.failed else record.values.get("graph_us", 0.0)
+
+
 def power_of(profile: Profile) -> Power | None:
     """Return the power of the device; None if the profile has none."""
     watts: dict[str, float] = {}

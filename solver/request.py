@@ -13,15 +13,14 @@ from heterollm.solver.experts.placements import ExpertsRequest
 from heterollm.solver.placements import PLACEMENT_KINDS
 from heterollm.solver.sparse.attention import AttentionRequest
 
-SolvedLevel: TypeAlias = Literal["tensor", "block"]
+SolvedLevel: TypeAlias = Literal["tensor", "block", "fused"]
 """Levels of the solver: ``tensor`` places every group of linears on its own, ``block`` may also place a
-layer's feed-forward network as one operator."""
+layer's feed-forward network as one operator, ``fused`` also ``o`` with that network, and the norms."""
 
 SOLVED_LEVELS: Final[tuple[SolvedLevel, ...]] = get_args(SolvedLevel)
 
 RequestedLevel: TypeAlias = Literal["auto"] | SolvedLevel
-"""A level of the solver, or ``auto``: ``block`` where the profile has times of the ffn and the solver uses it
-at any length, else ``tensor``."""
+"""A level of the solver, or ``auto``: the fastest of them, as far as the profile has times of the ffn."""
 
 Technique: TypeAlias = Literal["llm.npu", "shadowattn", "npumoe"]
 """Techniques of a paper over a plan: llm.npu's chunks out of order with outliers of the activations on the

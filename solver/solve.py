@@ -32,6 +32,7 @@ from heterollm.solver.options import (
     check_any,
     restricted,
     rows_of,
+    whole_cost_of,
     with_new_rows,
 )
 from heterollm.solver.packed import packed_slices
@@ -281,8 +282,11 @@ class Solver(PlanProblem):
                 choices.append(first)
                 continue
             down, ffn = others
+            first_of = self.first_of(ffn.spec)
             activation = {
-                length: activation_cost(ffn.spec, length, self.costs, self.objective) for length in ffn.costs
+                length: activation_cost(ffn.spec, length, self.costs, self.objective)
+                + (0.0 if first_of is None else whole_cost_of(table[first_of.place][length]))
+                for length in ffn.costs
             }
             choices.append(FeedForwardCosts(first, down, ffn, activation))
         chosen = choose_slices(choices, Budget() if self.budget.memory.counts_graphs else self.budget)

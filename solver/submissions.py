@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from heterollm.kernels.ops import OpSpec
 from heterollm.solver.costs import Costs, Overheads
-from heterollm.solver.ffn import ffn_groups
+from heterollm.solver.ffn import entry_group, ffn_groups
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import UNSURE_FRACTION, Option
 
@@ -40,7 +40,7 @@ class LayerGroup:
         spec: The group or ffn.
         before_us: Time of each of the GPU's kernels before it, in order.
         items: Allowed options, cheapest first.
-        kernels: Number of kernels of the GPU's shard: of an ffn, both groups and their activation.
+        kernels: Number of kernels of the GPU's shard: of an ffn, its groups and what lies between them.
     """
 
     spec: OpSpec
@@ -54,7 +54,9 @@ class LayerGroup:
         if spec.then is None:
             return cls(spec, costs.kernels_us(spec), items, 1)
         gate_up, down = ffn_groups(spec)
-        return cls(spec, costs.kernels_us(gate_up), items, 2 + len(costs.kernels_us(down)))
+        kernels = 2 + len(costs.kernels_us(down))
+        kernels += 0 if spec.first is None else 1 + len(costs.kernels_us(gate_up))
+        return cls(spec, costs.kernels_us(entry_group(spec)), items, kernels)
 
 
 class _Timeline:
@@ -238,7 +240,7 @@ def chain_costs(
     Args:
         found: Options by place.
         specs: The groups of one layer, in order.
-        ffn: The ffn as which two of them may be placed.
+        ffn: The ffn as which some of them may be placed.
         costs: Times of both processors.
         objective: The objective.
     """
@@ -255,13 +257,14 @@ def chain_costs(
     if ffn is None or not found[ffn.place]:
         return options
     number = next(number for number, spec in enumerate(specs) if spec.group == ffn.parts[0])
-    as_ffn, options_with_ffn = solved([*specs[:number], ffn, *specs[number + 2 :]])
+    end = number + len(ffn.parts)
+    as_ffn, options_with_ffn = solved([*specs[:number], ffn, *specs[end:]])
     # Both paths are compared by the cost of the whole layer.
-    between_us = costs.between_us(specs[number + 1], 1)
+    between_us = sum(costs.between_us(spec, 1) for spec in specs[number + 1 : end])
     activation = objective.cost(between_us, between_us, 0.0)
-    pair, own = as_groups.chosen[number : number + 2], as_ffn.chosen[number]
-    time_us = sum(item.time_us for item in pair) + between_us + as_ffn.time_us - as_groups.time_us
-    cost = sum(item.cost for item in pair) + activation + as_ffn.cost - as_groups.cost
+    parts, own = as_groups.chosen[number:end], as_ffn.chosen[number]
+    time_us = sum(item.time_us for item in parts) + between_us + as_ffn.time_us - as_groups.time_us
+    cost = sum(item.cost for item in parts) + activation + as_ffn.cost - as_groups.cost
     of_ffn = [
         replace(item, time_us=item.time_us - own.time_us + time_us, cost=item.cost - own.cost + cost)
         for item in options_with_ffn[ffn.place]

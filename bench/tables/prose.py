@@ -59,8 +59,8 @@ measured: tuned over untuned in six pairs: {tuned[0]} at `w4a16` and {tuned[1]} 
 measured: five pairs, prefill 256 {changed[0]}, decode of 32 tokens {changed[1]}; the bundled model, thirty
     pairs, prefill {changed[2]}, decode of 128 tokens {changed[3]}.
 measured: "After" includes the KV cache of {cache_mib:.0f} MiB.
-simulation: With a limit of 14336 the 256 tokens gain {chunks[14336]} times over `tensor` instead of
-    {chunks[4096]}.
+soc-model: With a limit of 14336 a prompt of 256 tokens gains {chunks[14336]} times over `tensor` at
+    `block` instead of {chunks[4096]}.
 paper-map: 2.2 times of the other models come out as {driver} |
 soc-model: fast synchronisation, and simulated as {driver} times.
 chunks-in-flight: A decision takes {decision[decision_us]:.0f} µs of processor time in Python

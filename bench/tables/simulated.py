@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any, Final
 
@@ -35,57 +35,6 @@ def refused(row: Row) -> bool:
     return dict(row["what_if"]) == what_if.NO_LIMITS
 
 
-def own_path(level: str, prompt: int) -> Row:
-    """Return a row of Llama-3-8B on this program's own path."""
-    return fitting("simulated_path", plan_level=level, prompt_tokens=prompt)
-
-
-def _rates(rows: Sequence[Row | None]) -> list[str]:
-    """Return the rates of prompts and of the decode behind 256; † where the phone refuses the plan."""
-    cells = [
-        "" if row is None else f"{row['prefill_tokens_per_second']:.0f}{' †' if refused(row) else ''}"
-        for row in rows
-    ]
-    middle = rows[1]
-    return [*cells, "" if middle is None else f"{middle['decode_tokens_per_second']:.1f}"]
-
-
-PHASES: Final = "64 | 256 | 1024 | decode"
-
-
-@table(
-    "simulation",
-    "simulated rates",
-    f"simulated | paper: {PHASES} | own path: {PHASES}",
-    "lrrrrrrrr",
-    tight=True,
-)
-def rates() -> Lines:
-    """Yield rates of the paper's conditions beside this program's path."""
-    for name, level, asked in (
-        ("`gpu`", "gpu", {}),
-        ("`layer`", "layer", {}),
-        ("`tensor`", "tensor", {}),
-        ("`tensor`, driver's waits (`--sync finish`)", "tensor", {"sync": "finish"}),
-        ("`block`, k-chunked graphs where they pay", "block", {"every_form": True}),
-    ):
-        driver, prompts = "sync" in asked, (64, 256, 1024)
-        paper = [
-            None if driver and prompt != 256 else simulated(level, prompt, **asked) for prompt in prompts
-        ]
-        own = [None if driver else own_path(level, prompt) for prompt in prompts]
-        yield name, *_rates(paper), *_rates(own)
-
-
-@table("README", "three rows", "simulated, Llama-3-8B | prompt of 256 | decode")
-def three_rows() -> Lines:
-    """Yield GPU, NPU and both on this program's own path."""
-    names = {"gpu": "GPU alone", "layer": "prompts on the NPU", "tensor": "both at once"}
-    for level, name in names.items():
-        rate, _, _, decode = _rates([own_path(level, 256)] * 3)
-        yield f"{name} (`{level}`)", rate, decode
-
-
 @table(
     "simulation",
     "what-ifs",
@@ -95,24 +44,6 @@ def three_rows() -> Lines:
 def what_ifs() -> Lines:
     """Yield the worth of each change to this program's path."""
     return what_if.what_if_table([Simulated(**row) for row in rows_of("simulated_path")])
-
-
-@table(
-    "simulation",
-    "shared contexts",
-    "simulated, `block` | graphs | prefill 64 | 256 | 300 | 1024 | decode",
-)
-def contexts() -> Lines:
-    """Yield the gains of contexts with shared weights."""
-    for name, changed in (
-        ("a copy for each length", {}),
-        ("weights shared", {"npu.shared_contexts": 1.0}),
-        ("weights shared, buffers counted once", {"npu.shared_contexts": 1.0, "npu.io_by_graph": 0.0}),
-    ):
-        prompts = (64, 256, 300, 1024)
-        found = [last("simulated_contexts", what_if=changed, prompt_tokens=prompt) for prompt in prompts]
-        prefill = (f"{row['prefill_tokens_per_second']:.0f}" for row in found)
-        yield name, str(found[1]["npu_graphs"]), *prefill, f"{found[1]['decode_tokens_per_second']:.1f}"
 
 
 FLOWN: Final = tuple(product(SOCS, (1024, 2048)))

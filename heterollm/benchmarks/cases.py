@@ -37,7 +37,7 @@ from heterollm.solver import (
 if TYPE_CHECKING:
     from heterollm.simulate import SimulationRequest
 
-LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block")
+LEVEL_NAMES: Final = ("auto", "gpu", "npu", "layer", "tensor", "block", "fused")
 COVERED: Final = ("npu", "layer")
 """Levels at which the NPU computes whole groups, so that a length policy has an effect."""
 

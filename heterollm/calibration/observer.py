@@ -41,6 +41,11 @@ Reader = Callable[[OpSpec, Floats, Floats], Floats | None]
 it returns replaces the group's."""
 
 
+StreamReader = Callable[[OpSpec, Floats, Floats, Floats], None]
+
+FLOAT32 = np.dtype(np.float32)
+
+
 class LinearStatistics:
     """Running magnitudes at one group of linears.
 
@@ -119,6 +124,8 @@ class ActivationObserver:
 
     Attributes:
         reader: The reader; None reads nothing.
+        streams: Called with ``o`` of each layer, the input and output of that, and the residual stream
+            ``[m, h]`` before; None reads none.
         only: Groups that the reader gets; None for all.
         heads: Statistics that get the queries; None reads none.
         routing: Statistics that get the experts of each token; None reads none.
@@ -126,6 +133,7 @@ class ActivationObserver:
 
     def __init__(self, specs: Mapping[tuple[int, Group], OpSpec], dtype: np.dtype[Any]) -> None:
         self.reader: Reader | None = None
+        self.streams: StreamReader | None = None
         self.only: Collection[tuple[int, Group]] | None = None
         self.heads: HeadStatistics | None = None
         self.routing: RoutingStatistics | None = None
@@ -169,8 +177,13 @@ class ActivationObserver:
                 step.run()
                 return
             x = self._read(source, step.tokens, spec.columns, self._dtype)
+            reads_stream = self.streams is not None and spec.group == "o"
+            stream = self._read("residual", step.tokens, spec.rows, FLOAT32) if reads_stream else None
             step.run()
-            made = self.reader(spec, x, self._read(target, step.tokens, spec.rows, self._dtype))
+            y = self._read(target, step.tokens, spec.rows, self._dtype)
+            made = self.reader(spec, x, y)
+            if self.streams is not None and stream is not None:
+                self.streams(spec, x, y, stream)
             if made is not None:
                 self._write(target, made)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -34,7 +35,7 @@ from heterollm.calibration.int8_records import (
 )
 from heterollm.calibration.routing import RoutingCalibration, routing_mistakes
 from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR, largest_code
-from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
+from heterollm.kernels.npu import FfnRanges, FusedRanges, LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group, Precision
 from heterollm.solver import HeadNeeds
 
@@ -133,6 +134,10 @@ class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
         return self.inputs * largest_code(8) / self.int8.shadow.threshold
 
 
+Linears: TypeAlias = Mapping[tuple[int, Group], LinearCalibration]
+"""Magnitudes by layer and group."""
+
+
 class FfnCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     """Magnitudes inside the feed-forward network of a layer with SiLU and without biases.
 
@@ -152,6 +157,45 @@ class FfnCalibration(Struct, frozen=True, forbid_unknown_fields=True):
     errors: RangeErrors | None = None
     split_errors: RangeErrors | None = None
 
+    def ranges(self, linears: Linears) -> FfnRanges:
+        """Return all ranges, those of shards among them, with the layer's linears."""
+        first, last = linears[self.layer, "gate_up"], linears[self.layer, "down"]
+        gate, up = first.outputs
+        partial = self.partial if _is_range(self.partial) else None
+        outer = last.inputs, max(last.outputs), partial
+        return FfnRanges(first.inputs, gate, up, self.activated, *outer)
+
+
+class StreamCalibration(Struct, frozen=True, forbid_unknown_fields=True):
+    """Magnitudes of the residual stream of a layer whose groups can be fused.
+
+    Args:
+        layer: Decoder layer.
+        stream: Largest magnitude before attention and behind it.
+        sums: Largest magnitude of the sum with the output of ``o``.
+        norm_errors: The check of the norm with ``qkv``; None as long as there was none.
+        errors: That of ``o``, the sum, the norm and the whole network.
+        split_errors: The worst check of shards, as of :class:`FfnCalibration`.
+    """
+
+    layer: Count
+    stream: Amount
+    sums: Amount
+    norm_errors: RangeErrors | None = None
+    errors: RangeErrors | None = None
+    split_errors: RangeErrors | None = None
+
+    def norm_ranges(self, linears: Linears) -> LinearRanges:
+        """Return the ranges of the norm with ``qkv``."""
+        qkv = linears[self.layer, "qkv"]
+        return LinearRanges(max(qkv.outputs), self.stream, normed=qkv.inputs)
+
+    def fused_ranges(self, linears: Linears, ffn: FfnCalibration) -> FfnRanges:
+        """Return those of ``o`` with the network, shards among them."""
+        o = linears[self.layer, "o"]
+        fused = FusedRanges(o.inputs, self.stream, max(o.outputs), self.sums)
+        return replace(ffn.ranges(linears), fused=fused)
+
 
 class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     """Static ranges of a model's activations.
@@ -170,6 +214,7 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
         routing: By layer with experts.
         precision: Precision of the weights.
         decision: How the activations of the linears were decided; None but at ``w8a8``, and before.
+        streams: By layer whose groups can be fused.
         version: Version of the file.
     """
 
@@ -186,6 +231,7 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     routing: tuple[RoutingCalibration, ...] = ()
     precision: Precision = "w4a16"
     decision: Decision | None = None
+    streams: tuple[StreamCalibration, ...] = ()
     version: Literal[5] = SCHEMA_VERSION
 
     @property
@@ -208,7 +254,13 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     def failed(self) -> tuple[str, ...]:
         """Names of the operators whose ranges missed the gate; they keep float activations."""
         linears = [f"{one.layer}.{one.group}" for one in self.linears if not _passed(one.errors)]
-        return (*linears, *(f"{one.layer}.ffn" for one in self.ffns if not _passed(one.errors)))
+        fused = (
+            f"{one.layer}.{group}"
+            for one in self.streams
+            for group, errors in (("norm_qkv", one.norm_errors), ("o_ffn", one.errors))
+            if not _passed(errors)
+        )
+        return (*linears, *(f"{one.layer}.ffn" for one in self.ffns if not _passed(one.errors)), *fused)
 
     def ranges(self) -> dict[tuple[int, Group], StaticRanges]:
         """Return the ranges of the operators that passed the check, by layer and group.
@@ -221,18 +273,17 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
             if _passed(one.errors):
                 found[one.layer, one.group] = one.static_ranges if one.static else one.token_ranges
         for ffn in self.ffns:
-            first, last = linears.get((ffn.layer, "gate_up")), linears.get((ffn.layer, "down"))
-            if _passed(ffn.errors) and first is not None and last is not None:
-                gate, up = first.outputs
-                found[ffn.layer, "ffn"] = FfnRanges(
-                    first.inputs,
-                    gate,
-                    up,
-                    ffn.activated,
-                    last.inputs,
-                    max(last.outputs),
-                    ffn.partial if _passed(ffn.split_errors) else None,
-                )
+            if _passed(ffn.errors):
+                own = ffn.ranges(linears)
+                found[ffn.layer, "ffn"] = own if _passed(ffn.split_errors) else replace(own, partial=None)
+        ffns = {one.layer: one for one in self.ffns}
+        for stream in self.streams:
+            if _passed(stream.norm_errors):
+                found[stream.layer, "norm_qkv"] = stream.norm_ranges(linears)
+            if _passed(stream.errors) and stream.layer in ffns:
+                own = stream.fused_ranges(linears, ffns[stream.layer])
+                partial = own.partial if _passed(stream.split_errors) else None
+                found[stream.layer, "o_ffn"] = replace(own, partial=partial)
         return found
 
     def activations(self) -> dict[tuple[int, Group], Activations]:
@@ -355,6 +406,13 @@ def _mistakes(found: Calibration) -> Iterator[str]:
             yield from int8_mistakes(f"{where}.int8", one.int8, one.inputs, members)
         if found.decision is not None and (one.int8 is None or one.int8.activations is None):
             yield f"{where}.int8.activations: none, although there is a decision"
+    for place, own in enumerate(found.streams):
+        needed = ("qkv", "o", "gate_up", "down")
+        if lacking := [group for group in needed if (own.layer, group) not in seen]:
+            yield f"streams[{place}].layer: linears lack {lacking[0]} of layer {own.layer}"
+        checks = own.norm_errors, own.errors, own.split_errors
+        if any(map(_passed, checks)) and not (_is_range(own.stream) and _is_range(own.sums)):
+            yield f"streams[{place}]: no ranges, although the check of their ranges passed"
     yield from head_mistakes(found.heads)
     yield from routing_mistakes(found.routing, found.windows)
     for place, ffn in enumerate(found.ffns):

@@ -27,13 +27,18 @@ from heterollm.calibration.head_importance import measure_importance
 from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.calibration.loss import LossMeter
 from heterollm.calibration.observer import ActivationObserver, Floats, LinearStatistics
-from heterollm.calibration.records import Calibration, FfnCalibration, load_calibration
+from heterollm.calibration.records import (
+    Calibration,
+    FfnCalibration,
+    StreamCalibration,
+    load_calibration,
+)
 from heterollm.calibration.routing import RoutingStatistics
 from heterollm.data import bundled_model
 from heterollm.engine import Engine, EngineThread, start_engine
 from heterollm.kernels.device import Device
 from heterollm.kernels.devices import open_device
-from heterollm.kernels.ops import Group, OpSpec, Precision
+from heterollm.kernels.ops import Group, OpSpec, Precision, joined_specs
 from heterollm.model import Checkpoint, ModelConfig, ModelWeights, load_weights
 from heterollm.solver import level_plan
 from heterollm.text import Tokenizer, load_tokenizer
@@ -179,6 +184,10 @@ class _Run:
         self._routing = RoutingStatistics(weights.experts, state.routing)
         self._activated = {one.layer: one.activated for one in state.ffns}
         self._partial = {one.layer: one.partial for one in state.ffns}
+        # A file without streams of its first windows gets none of later ones.
+        joined = joined_specs(weights.specs) if state.streams or not state.windows else ()
+        self._fusible = {spec.layer for spec in joined if spec.group == "o_ffn"}
+        self._streams = {one.layer: (one.stream, one.sums) for one in state.streams}
         self._observer = ActivationObserver(self._specs, device.activation_dtype)
         tokens = state.window_tokens
         plan = level_plan(
@@ -200,14 +209,15 @@ class _Run:
     def finish(self, parts: Ids, policy: Policy, *, head_importance: bool) -> Calibration:
         """Run the remaining windows, then the check, and decide; then measure the importance of heads."""
         total = self._state.windows_planned + 1
-        self._observer.reader = self._measure
+        self._observer.reader, self._observer.streams = self._measure, self._measure_stream
         self._observer.heads = self._heads if self._weights.config.has_alike_heads else None
         self._observer.routing = self._routing
         for done in range(self._state.windows, self._state.windows_planned):
             self._progress("Calibrating", done, total)
             self._prefill(parts[done])
             self._save(windows=done + 1)
-        self._observer.reader = self._observer.heads = self._observer.routing = None
+        self._observer.reader = self._observer.streams = None
+        self._observer.heads = self._observer.routing = None
         self._progress("Calibrating", total - 1, total)
         if not self._state.checked_tokens:
             self._check(parts[-1])
@@ -227,12 +237,14 @@ class _Run:
             {(one.layer, one.group): one for one in self._state.linears},
             {one.layer: one for one in self._state.ffns},
             CHECKED_TOKENS,
+            {one.layer: one for one in self._state.streams},
         )
-        self._observer.reader = check.read
+        self._observer.reader, self._observer.streams = check.read, check.read_stream
         self._engine.prefill(self._engine.new_cache(), 0, ids, "prefill", None)
         self._store(
             linears=tuple(check.linears.values()),
             ffns=tuple(check.ffns.values()),
+            streams=tuple(check.streams.values()),
             checked_tokens=check.checked_tokens,
         )
 
@@ -268,14 +280,26 @@ class _Run:
             largest = largest_partial(x, as_floats(down))
             self._partial[spec.layer] = max(self._partial.get(spec.layer, 0.0), largest)
 
+    def _measure_stream(self, o: OpSpec, _x: Floats, y: Floats, stream: Floats) -> None:
+        if o.layer in self._fusible:
+            before = self._streams.get(o.layer, (0.0, 0.0))
+            found = float(np.abs(stream).max()), float(np.abs(stream + y).max())
+            self._streams[o.layer] = max(before[0], found[0]), max(before[1], found[1])
+
     def _save(self, windows: int) -> None:
         linears = tuple(one.record() for one in self._linears.values())
         ffns = tuple(
             FfnCalibration(layer, value, self._partial[layer])
             for layer, value in sorted(self._activated.items())
         )
+        streams = tuple(
+            StreamCalibration(layer, *sizes)
+            for layer, sizes in sorted(self._streams.items())
+            if layer in self._activated
+        )
         heads, routing = self._heads.record(), self._routing.record()
-        self._store(windows=windows, linears=linears, ffns=ffns, heads=heads, routing=routing)
+        own = {"linears": linears, "ffns": ffns, "streams": streams, "heads": heads, "routing": routing}
+        self._store(windows=windows, **own)
 
     def _store(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the calibration
         self._state = structs.replace(self._state, **changes)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-PLANS = ("auto", "gpu", "npu", "layer", "tensor", "block")
+PLANS = ("auto", "gpu", "npu", "layer", "tensor", "block", "fused")
 WORD_BREAKS = ":="
 """Characters at which bash breaks words: it passes ``sim:sn`` as three, and completes only the last."""
 

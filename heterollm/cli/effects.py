@@ -187,7 +187,7 @@ OWN: Final[Mapping[tuple[str, ...], tuple[Effect, ...]]] = {
                 or not (facts["plan"] in ("gpu", "npu", "layer") or _is_made(facts["plan"]))
             ),
             "plans npu and layer, and one that is given, need no times",
-            "Choose plan tensor, block or auto",
+            "Choose plan tensor, block, fused or auto",
         ),
     ),
     ("export",): (

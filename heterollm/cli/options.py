@@ -269,7 +269,7 @@ class ModelOptions:
     plan: Annotated[
         str,
         typer.Option(
-            help="auto, gpu, npu, layer, tensor, block, or the file of a plan.",
+            help="auto, gpu, npu, layer, tensor, block, fused, or the file of a plan.",
             autocompletion=cli_complete.plans,
         ),
     ] = "auto"

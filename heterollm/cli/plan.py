@@ -52,8 +52,10 @@ class AnswerOptions:
     """The level of the plan and its output."""
 
     plan: Annotated[
-        Literal["auto", "tensor", "block"],
-        typer.Option(help="auto takes the better of tensor and block (whole feed-forward networks)."),
+        Literal["auto", "tensor", "block", "fused"],
+        typer.Option(
+            help="auto takes the fastest of tensor, block (whole networks) and fused (o with them)."
+        ),
     ] = "auto"
     prompt: Annotated[IntegerList, numbers(help="Prompt lengths to show.")] = (1, 64, 256, 1024)
     decode: Annotated[

@@ -113,14 +113,16 @@ class CaseOptions:
     soc: Annotated[
         str,
         typer.Option(
-            help="snapdragon-8gen3, snapdragon-8elite (both as this program would use them), "
-            "snapdragon-8gen3-paper (HeteroLLM's conditions), or the path of a YAML file.",
+            help="snapdragon-8gen3, -8elite, -8elite-gen5, -x-elite, -x2-elite, -x2-elite-extreme (as this "
+            "program would use them), snapdragon-8gen3-paper (HeteroLLM's conditions), or a YAML file.",
             autocompletion=cli_complete.socs,
         ),
     ] = "snapdragon-8gen3"
     prompt: Annotated[IntegerList, numbers(help="Tokens of the prompt.")] = (256,)
     decode: Annotated[IntegerList, numbers(help="Tokens to decode after the first.")] = (64,)
-    plan: Annotated[Names, several(help="gpu, npu, layer, tensor or block.", names=LEVELS)] = ("tensor",)
+    plan: Annotated[Names, several(help="gpu, npu, layer, tensor, block or fused.", names=LEVELS)] = (
+        "tensor",
+    )
     plan_for: Annotated[
         Literal["all", "prompt"],
         typer.Option(

@@ -137,7 +137,7 @@ class Compiler:
             DeltaNetBlock.NAME: DeltaNetEmitter(device, self._config, self._linears, tensors),
             MambaBlock.NAME: DeltaNetEmitter(device, self._config, self._linears, tensors),
             ShortConvBlock.NAME: ShortConvEmitter(device, self._linears, tensors),
-            FfnBlock.NAME: FfnEmitter(device, self._linears, tensors, self._config.rms_norm_eps),
+            FfnBlock.NAME: FfnEmitter(device, self._config, self._linears, tensors, self._glue),
             LayerInputBlock.NAME: self.layer_inputs,
             LaurelBlock.NAME: self._laurel,
             MixtureBlock.NAME: self._experts,
@@ -264,8 +264,12 @@ class Compiler:
         assert delta is not None  # a model has layers
         return self._streams.end(builder, delta)
 
-    def _stage(self, builder: PassBuilder, layer: int, stage: LayerStage, added: Delta | None) -> Delta:
+    def _stage(
+        self, builder: PassBuilder, layer: int, stage: LayerStage, added: Delta | None
+    ) -> Delta | None:
         """Append the norms and blocks of a stage, and return the sum of outputs.
+
+        It is None where the operators of the next stage compute the last linears of this one.
 
         Args:
             builder: The pass so far.
@@ -284,7 +288,9 @@ class Compiler:
                 first, written = number, next((one.codes for one in readers if one.codes is not None), None)
                 if number == 0 and stage.streams:
                     added = self._mix(builder, layer, stage, added)
-                if stage.streams != "corrected":
+                if one.reads == "stream":
+                    self._glue.copy_stream(builder, layer, added, written)
+                elif one.reads == "norm" and stage.streams != "corrected":
                     self._glue.norm(builder, layer, own.norm, None if number else added, written)
                 elif written is not None:
                     self._glue.codes(builder, layer, written)
@@ -297,6 +303,8 @@ class Compiler:
             if one.codes is not None and (lost or one.codes != written):
                 self._glue.codes(builder, layer, one.codes)
             output = one.emit()
+            if output is None:
+                return None
             if own.output_norm is not None:
                 target = builder.lane.private[NORMED_OUTPUTS[block.NAME]]
                 output = self._glue.normed(builder, layer, own.output_norm, output, target)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from heterollm.engine.step import Step
-from heterollm.kernels.ops import Group
+from heterollm.kernels.ops import PARTS, Group
 from heterollm.model import LAYER_GROUPS
 from heterollm.profiler.records import Processor
 from heterollm.solver import ChunkSchedule, GroupTimes, Stage, schedule_chunks
@@ -77,7 +77,7 @@ def interleaved(
         chunk_length: Tokens of a whole chunk.
         kinds: Name of the kind of each layer.
     """
-    groups = {*LAYER_GROUPS, "ffn"} - {"experts"}
+    groups = {*LAYER_GROUPS, *PARTS} - {"experts"}
     cut = [_cut(chunk.steps, groups) for chunk in chunks]
     known = {(one.kind or "", one.group): one for one in schedule.times}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.placed import Delta, codes_of, segments_of
+from heterollm.engine.step import Step
 from heterollm.engine.tensors import GlueTensors
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import (
@@ -30,6 +31,7 @@ from heterollm.kernels.operators import (
     soft_cap,
     write_codes,
 )
+from heterollm.kernels.ops import STREAM_INPUT
 from heterollm.model import LayerStage, ModelConfig, Norm
 
 
@@ -86,7 +88,35 @@ class GlueEmitter:
             delta: Values to add to the residual stream first; None at the start of the model.
             codes: Buffers for codes of the output, or None.
         """
-        residual, out = builder.lane.private["residual"], builder.lane.shared["linear_input"]
+        self._append(builder, self.prepared_norm(builder, layer, norm, delta, codes))
+
+    def copy_stream(
+        self,
+        builder: PassBuilder,
+        layer: int,
+        delta: Delta | None,
+        codes: RoundedInputs | NpuCodes | None,
+    ) -> None:
+        """Append the copy of the residual stream that fused operators read; arguments as of :meth:`norm`."""
+        step = self.prepared_norm(builder, layer, None, delta, codes, target=STREAM_INPUT)
+        self._append(builder, step)
+
+    def _append(self, builder: PassBuilder, step: Step) -> None:
+        builder.steps.append(step)
+        builder.end_operator(step.operator, step.layer)
+
+    def prepared_norm(
+        self,
+        builder: PassBuilder,
+        layer: int,
+        norm: Norm | None,
+        delta: Delta | None,
+        codes: RoundedInputs | NpuCodes | None = None,
+        *,
+        target: str = "linear_input",
+    ) -> Step:
+        """Return the step of :meth:`norm`, with its output in the slot ``target``, without appending it."""
+        residual, out = builder.lane.private["residual"], builder.lane.shared[target]
         launch = rms_norm(
             self._layers,
             residual,
@@ -102,7 +132,7 @@ class GlueEmitter:
         reads = (residual, *_read(delta))
         updated = () if delta is None else (residual,)
         name = "residual" if norm is None else "norm"
-        builder.kernel(name, layer, launch, reads=reads, writes=(*updated, out, *codes_of(codes)))
+        return builder.prepared(name, layer, launch, reads, (*updated, out, *codes_of(codes)))
 
     def summed(self, builder: PassBuilder, layer: int, stage: LayerStage, outputs: Sequence[Delta]) -> Delta:
         """Return the sum of the outputs of a stage's blocks, as far as the next norm can add them."""

@@ -16,7 +16,7 @@ from heterollm.engine.techniques.registry import Techniques
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuLinear, RoundedInputs, Segments
 from heterollm.kernels.npu import StaticRanges
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import STREAM_INPUT, Group, OpSpec
 from heterollm.model import ModelWeights
 from heterollm.solver import Placement, Plan
 
@@ -87,6 +87,8 @@ class LinearEmitter:
             gpu_output=lane.shared[gpu_output] if gpu_output == "logits" else lane.private[gpu_output],
             rounded=self.rounded(lane, spec, placement),
             codes=self.splits.codes(lane, spec, placement),
+            stream=None if spec.first is None else lane.shared[STREAM_INPUT],
+            stream_codes=self.splits.stream_codes(lane, spec, placement),
         )
 
     def rounded(self, lane: Lane, spec: OpSpec, placement: Placement) -> RoundedInputs | None:
@@ -102,7 +104,8 @@ class LinearEmitter:
 
     def linear(self, builder: PassBuilder, op: PlacedOp) -> Segments:
         """Append a group of linears, and return its output."""
-        return self.splits.linear(builder, op, self._packed[op.spec.layer, op.spec.group])
+        *_, group = (op.spec.group, *op.spec.parts)
+        return self.splits.linear(builder, op, self._packed[op.spec.layer, group])
 
     def head_of_gpu(self, builder: PassBuilder, op: PlacedOp) -> None:
         """Append the head as one kernel that writes the logits in float32."""

@@ -18,15 +18,17 @@ from heterollm.kernels.npu import (
     ExpertsShard,
     FfnRanges,
     FfnShard,
+    FusedOutput,
     GraphForm,
     LinearRanges,
     LinearShard,
     NpuShard,
     StaticRanges,
+    StreamNorm,
     WeightShard,
 )
-from heterollm.kernels.ops import Group, OpSpec, ffn_specs
-from heterollm.model import ModelWeights
+from heterollm.kernels.ops import Group, OpSpec, joined_specs
+from heterollm.model import ModelWeights, norm_before
 from heterollm.solver import ExpertGroup, ExpertsPlacement, Plan, PlannedExperts
 
 
@@ -110,7 +112,7 @@ def planned_graphs(
         ranges: Calibrated ranges by layer and group; without suitable ones the default takes the place of an
             integer form.
     """
-    for spec in (*specs, *ffn_specs(specs)):
+    for spec in (*specs, *joined_specs(specs)):
         for entry in plan.placed:
             placement = entry.placement
             if entry.holds(spec) and entry.lengths[0] <= plan.longest_pass(entry, HEAD_ROWS):
@@ -202,14 +204,15 @@ def npu_shard(
             intermediate width is split at a multiple of two scale blocks.
         ranges: Calibrated ranges of the shard, which integer forms need: those of :func:`shard_ranges`.
     """
-    group = spec.group if spec.then is None else "gate_up"
+    *_, group = (spec.group, *spec.parts) if spec.then is None else ("gate_up",)
     row_ranges = tuple((0, rows) for rows in npu_rows)
     members = zip(weights.linear(spec.layer, group), row_ranges, strict=True)
     stacked = concatenate_rows([take_rows(member, [rows]) for member, rows in members if rows[1]])
     key, rounded = weights.content_key, spec.integer_inputs
     if spec.then is None:
         linear = ranges if isinstance(ranges, LinearRanges) else None
-        return LinearShard(stacked, spec.layer, group, row_ranges, key, rounded, linear)
+        norm = _stream_norm(weights, spec.layer, group) if spec.fused else None
+        return LinearShard(stacked, spec.layer, spec.group, row_ranges, key, rounded, linear, norm)
     (down,) = weights.linear(spec.then.layer, "down")
     width = npu_rows[0]
     biases = weights.bias(spec.layer, group)
@@ -217,7 +220,18 @@ def npu_shard(
     columns = take_columns(down, 0, width)
     own = ranges if isinstance(ranges, FfnRanges) else None
     kind = weights.config.activation, bias, spec.layer, key, (0, width), rounded, own
-    return FfnShard(stacked, columns, *kind, weights.slopes(spec.layer))
+    fused = None
+    if spec.first is not None:
+        (o,) = weights.linear(spec.layer, spec.first.group)
+        fused = FusedOutput(o, _stream_norm(weights, spec.layer, group), npu_rows == spec.member_rows)
+    return FfnShard(stacked, columns, *kind, weights.slopes(spec.layer), fused)
+
+
+def _stream_norm(weights: ModelWeights, layer: int, group: Group) -> StreamNorm:
+    """Return the norm before a group."""
+    config = weights.config
+    factors = weights.norm(layer, norm_before(config, layer, group)) + np.float32(config.norm_offset)
+    return StreamNorm(factors, config.rms_norm_eps)
 
 
 def experts_shard(weights: ModelWeights, spec: OpSpec, experts: tuple[int, ...]) -> ExpertsShard:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from heterollm.engine.step import Buffer, Operator, operator_name
 from heterollm.kernels.gpu import DeviceMemory, NpuCodes, RoundedInputs, Segments, SharedArray
@@ -51,6 +51,8 @@ class PlacedOp:
         gpu_output: Slot that the GPU writes.
         rounded: Buffers for the input's int8 codes; None without codes.
         codes: Codes of input and output, where the NPU computes in integers; None elsewhere.
+        stream: The copy of the residual stream that the NPU reads beside the input; None elsewhere.
+        stream_codes: Codes of that copy, likewise.
     """
 
     spec: OpSpec
@@ -60,6 +62,13 @@ class PlacedOp:
     gpu_output: DeviceMemory
     rounded: RoundedInputs | None
     codes: NpuCodes | None = None
+    stream: SharedArray | None = None
+    stream_codes: NpuCodes | None = None
+
+    @property
+    def npu_stream(self) -> SharedArray | None:
+        """The memory of the residual stream that the NPU reads."""
+        return self.stream if self.stream_codes is None else self.stream_codes.inputs
 
     @property
     def npu_source(self) -> SharedArray:
@@ -114,13 +123,16 @@ class Begun(NamedTuple):
 
     Args:
         codes: Buffers for codes of the norm's output; None without.
-        emit: Appends the block's steps, and returns its output.
+        emit: Appends the block's steps, and returns its output; None where the next stage computes it.
         keeps: Whether the output, and the NPU's codes of the norm, stay beside further blocks of the stage.
+        reads: ``norm`` of the stage, ``stream`` for a copy of the residual stream in its place, or
+            ``nothing`` where the block itself appends what it reads.
     """
 
     codes: RoundedInputs | NpuCodes | None
-    emit: Callable[[], Delta]
+    emit: Callable[[], Delta | None]
     keeps: bool = True
+    reads: Literal["norm", "stream", "nothing"] = "norm"
 
 
 def codes_of(rounded: RoundedInputs | NpuCodes | None) -> tuple[DeviceMemory, ...]:

@@ -15,7 +15,7 @@ from heterollm.engine.sparse.slots import SparseSlots
 from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
 from heterollm.kernels.gpu import FACTOR_BYTES, LARGEST_CODE_BYTES, ExpertLists, ExpertShape, code_bytes
 from heterollm.kernels.npu import INTEGER_FORMS
-from heterollm.kernels.ops import OpSpec, Routing, ffn_specs
+from heterollm.kernels.ops import FUSED, STREAM_INPUT, OpSpec, Routing, joined_specs
 from heterollm.model import (
     AttentionBlock,
     DeltaNetBlock,
@@ -37,6 +37,7 @@ SHORT_PASS: Final = 16
 """Tokens up to which plans have entries of their own for decode passes."""
 
 NPU_CODES, NPU_OUTPUT_CODES, NPU_FACTORS = "npu_codes_in", "npu_codes_out", "npu_factors"
+NPU_STREAM_CODES: Final = "npu_codes_stream"
 """Slots of integer graphs, see :class:`heterollm.kernels.gpu.NpuCodes`; all operators share them."""
 
 ROUTER_LOGITS, EXPERT_ROWS, EXPERT_GATE_UP = "router_logits", "expert_rows", "expert_gate_up"
@@ -164,6 +165,8 @@ def _lane_sizes(
     for spec in specs:
         if spec.group != "head":
             sizes[spec.source] = max(padded * spec.columns * item_bytes, sizes.get(spec.source, 0))
+    if any(entry.group in FUSED for entry in plan.placed):
+        sizes[STREAM_INPUT] = padded * config.hidden_size * item_bytes
     if head_npu:
         sizes["head_npu_output"] = head_rows * config.vocab_size * item_bytes
         sizes["head_gpu_output"] = HEAD_ROWS * config.vocab_size * item_bytes
@@ -228,14 +231,16 @@ def _list_sizes(routing: Routing, tokens: int) -> dict[str, int]:
 
 
 def _npu_code_sizes(specs: Sequence[OpSpec], plan: Plan) -> Iterator[tuple[str, int]]:
-    every = (*specs, *ffn_specs(specs))
+    every = (*specs, *joined_specs(specs))
     for entry in plan.placed:
         if entry.placement.form not in INTEGER_FORMS:
             continue
         tokens = max(sum(entry.placement.npu_lengths), plan.longest_pass(entry, HEAD_ROWS))
         for spec in filter(entry.holds, every):
             rows = spec.rows if spec.then is None else spec.then.rows
-            yield NPU_CODES, tokens * spec.columns * LARGEST_CODE_BYTES
+            yield NPU_CODES, tokens * spec.input_columns * LARGEST_CODE_BYTES
+            if spec.fused:
+                yield NPU_STREAM_CODES, tokens * spec.columns * LARGEST_CODE_BYTES
             yield NPU_OUTPUT_CODES, tokens * rows * LARGEST_CODE_BYTES
             yield NPU_FACTORS, tokens * FACTOR_BYTES
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, cast
 
@@ -21,7 +23,7 @@ from heterollm.engine.npu_shards import (
 )
 from heterollm.engine.placed import PlacedOp, codes_of
 from heterollm.engine.saturation import SaturationCount
-from heterollm.engine.slots import NPU_CODES, NPU_FACTORS, NPU_OUTPUT_CODES
+from heterollm.engine.slots import NPU_CODES, NPU_FACTORS, NPU_OUTPUT_CODES, NPU_STREAM_CODES
 from heterollm.engine.step import (
     NOT_RUN,
     Buffer,
@@ -34,6 +36,7 @@ from heterollm.engine.step import (
 from heterollm.engine.techniques.registry import NOTHING, Techniques
 from heterollm.engine.techniques.technique import Around
 from heterollm.kernels.device import Device
+from heterollm.kernels.formats import CodeGrid
 from heterollm.kernels.gpu import (
     DeviceMemory,
     GlueKernels,
@@ -43,14 +46,26 @@ from heterollm.kernels.gpu import (
     Segments,
     SharedArray,
 )
-from heterollm.kernels.npu import INTEGER_FORMS, GraphForm, NpuGraph, StaticRanges, WeightShard
+from heterollm.kernels.npu import (
+    INPUT,
+    INTEGER_FORMS,
+    OUTPUT,
+    STREAM,
+    FfnRanges,
+    GraphForm,
+    NpuGraph,
+    StaticRanges,
+    WeightShard,
+    step_of,
+)
 from heterollm.kernels.operators import read_codes, write_codes
-from heterollm.kernels.ops import Group, OpSpec
+from heterollm.kernels.ops import FUSED, PARTS, STREAM_INPUT, Group, OpSpec
 from heterollm.model import ModelWeights
 from heterollm.solver import Placement, Plan
 
 NO_RANGES: Final[Mapping[tuple[int, Group], StaticRanges]] = MappingProxyType({})
 SHOWN_NAMES: Final = 6
+STREAMS_AND_JOINED: Final = len(FUSED) + len(PARTS)
 
 
 class SplitEmitter:
@@ -79,8 +94,9 @@ class SplitEmitter:
         self._layers = GlueKernels(device.gpu, device.activation_dtype, device.cache_dtype)
         self._techniques = techniques
         self._float_operators: dict[str, None] = {}
-        # A layer may have its network as one operator beside its groups.
-        self.saturation = SaturationCount(device.gpu, len(weights.specs) + weights.config.layers)
+        # A layer may have fused groups, the streams that they read, and its network beside its groups.
+        operators = len(weights.specs) + STREAMS_AND_JOINED * weights.config.layers
+        self.saturation = SaturationCount(device.gpu, operators)
         self._graphs: dict[PlannedGraph, NpuGraph] = {}
         packager = device.packager
         if packager is not None and packager.context_layers:
@@ -113,12 +129,23 @@ class SplitEmitter:
         grid = ranges.grid
         # The inputs of a token with a factor cannot saturate, and those beyond a shadow's range are not lost.
         counts_inputs = not (grid.per_token or placement.shadow)
-        values = _npu_rows(spec, placement) + (spec.columns if counts_inputs else 0)
+        values = _npu_rows(spec, placement) + (spec.input_columns if counts_inputs else 0)
         name = operator_name(spec.group, None if spec.layer < 0 else spec.layer)
         place = self.saturation.place(name, values)
         memory = lane.private[NPU_FACTORS], self.saturation.memory
-        slots = lane.shared[NPU_CODES], lane.shared[NPU_OUTPUT_CODES]
+        source = NPU_STREAM_CODES if spec.source == STREAM_INPUT else NPU_CODES
+        slots = lane.shared[source], lane.shared[NPU_OUTPUT_CODES]
         return NpuCodes(*slots, *memory, place, grid, clamps=placement.shadow)
+
+    def stream_codes(self, lane: Lane, spec: OpSpec, placement: Placement) -> NpuCodes | None:
+        """Return the codes of the residual stream that such an operator reads beside its input."""
+        ranges, codes = self._ranges_of(spec, placement), self.codes(lane, spec, placement)
+        fused = ranges.fused if isinstance(ranges, FfnRanges) else None
+        if fused is None or codes is None:
+            return None
+        place = self.saturation.place(f"the stream at {spec.layer}.{spec.group}", spec.columns)
+        grid = CodeGrid(step_of(fused.stream), step_of(fused.stream), per_token=False)
+        return replace(codes, inputs=lane.shared[NPU_STREAM_CODES], place=place, grid=grid)
 
     def linear(self, builder: PassBuilder, op: PlacedOp, linear: GpuLinear) -> Segments:
         """Append the steps of a group of linears, whose GPU weights are ``linear``, and return the output."""
@@ -199,7 +226,8 @@ class SplitEmitter:
         """
         if op.codes is not None and not op.spec.follows_norm:
             tokens = min(sum(op.placement.npu_lengths), builder.tokens)
-            launch = write_codes(self._layers, op.source, op.codes, tokens=tokens, columns=op.spec.columns)
+            columns = op.spec.input_columns
+            launch = write_codes(self._layers, op.source, op.codes, tokens=tokens, columns=columns)
             writes = codes_of(op.codes)
             builder.kernel("rounding of inputs", op.layer, launch, reads=(op.source,), writes=writes)
         around.before()
@@ -207,6 +235,8 @@ class SplitEmitter:
         around.run(lambda: self._graph_runs(builder, op))
         if not op.npu_source.coherent:
             builder.release(op)
+            if op.npu_stream is not None:
+                builder.on_host(op, "release", op.npu_stream.release, reads=(op.npu_stream,))
             around.release()
         if op.codes is not None:
             self._read_codes(builder, op, op.codes)
@@ -216,7 +246,11 @@ class SplitEmitter:
     def _acquire(self, builder: PassBuilder, op: PlacedOp, around: Around) -> None:
         tokens, item = sum(op.placement.npu_lengths), self._npu_dtype(op).itemsize
         rows = _npu_rows(op.spec, op.placement)
-        builder.acquire(op, tokens * op.spec.columns * item, tokens * rows * item)
+        builder.acquire(op, tokens * op.spec.input_columns * item, tokens * rows * item)
+        if (stream := op.npu_stream) is not None:
+            size = tokens * op.spec.columns * item
+            read = functools.partial(stream.acquire_to_read, size)
+            builder.on_host(op, "acquire_to_read", read, reads=(builder.byte_range(stream, 0, size),))
         around.acquire()
 
     def _read_codes(self, builder: PassBuilder, op: PlacedOp, codes: NpuCodes) -> None:
@@ -261,7 +295,10 @@ class SplitEmitter:
         spec, placement = op.spec, op.placement
         dtype, total = self._npu_dtype(op), sum(placement.npu_lengths)
         rows = _npu_rows(spec, placement)
-        x = op.npu_source.view(dtype, (total, spec.columns))
+        sources = {INPUT: (op.npu_source, spec.input_columns)}
+        if op.npu_stream is not None:
+            sources[STREAM] = op.npu_stream, spec.columns
+        views = {name: memory.view(dtype, (total, own)) for name, (memory, own) in sources.items()}
         y = op.npu_target.view(dtype, (total, rows))
         shard = shard_name(op.name, spec, tuple((0, own) for own in placement.npu_rows))
         chosen = self._form(spec, placement)
@@ -273,14 +310,17 @@ class SplitEmitter:
             else:
                 work = LinearWork.of_ffn(spec, length, placement.npu_rows[0])
             tokens = slice(first, first + length)
-            reads = _tokens_of(builder, op.npu_source, spec.columns * dtype.itemsize, first, length)
+            reads = [
+                _tokens_of(builder, memory, own * dtype.itemsize, first, length)
+                for memory, own in sources.values()
+            ]
             writes = _tokens_of(builder, op.npu_target, rows * dtype.itemsize, first, length)
             label = f"{shard} tokens {first}:{first + length}{form}"
             run: Call = NOT_RUN
             if builder.builds_graphs:
                 graph = self._graph(spec, placement, chosen, length)
-                run = graph.bind({"x": x[tokens]}, {"y": y[tokens]})
-            builder.graph(op, run, label, (reads,), writes, work)
+                run = graph.bind({name: x[tokens] for name, x in views.items()}, {OUTPUT: y[tokens]})
+            builder.graph(op, run, label, reads, writes, work)
             first += length
 
     def _npu_dtype(self, op: PlacedOp) -> np.dtype[Any]:

@@ -120,8 +120,11 @@ class LinearWork:
         """Return the work of an ffn operator along a part of its intermediate width."""
         assert spec.then is not None
         first = cls.of_rows(spec, tokens, width * len(spec.members))
-        second = cls.of_columns(spec.then, tokens, width)
-        flops, size = first.flops + second.flops, first.weight_bytes + second.weight_bytes
+        others = [cls.of_columns(spec.then, tokens, width)]
+        others += [] if spec.first is None else [cls.of_rows(spec.first, tokens, spec.first.rows)]
+        flops, size = (
+            sum(getattr(work, name) for work in (first, *others)) for name in ("flops", "weight_bytes")
+        )
         return cls(tokens, spec.columns, first.rows, flops, size)
 
     def __add__(self, other: LinearWork) -> LinearWork:

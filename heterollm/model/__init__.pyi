@@ -31,6 +31,8 @@ from .expert_layout import expert_specs as expert_specs
 from .expert_reader import ExpertReader as ExpertReader
 from .exported_checkpoint import ExportedCheckpoint as ExportedCheckpoint
 from .exported_checkpoint import write_floats as write_floats
+from .fusion import fusion_obstacle as fusion_obstacle
+from .fusion import norm_before as norm_before
 from .hub import pull_model as pull_model
 from .known import KNOWN_MODELS as KNOWN_MODELS
 from .known import FoundModel as FoundModel

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, Literal, NamedTuple, Protocol, TypeVar
 
 from heterollm.kernels.gpu import DeltaShape
-from heterollm.kernels.ops import Activation, GateClip, Group, Member, Routing
+from heterollm.kernels.ops import PARTS, Activation, GateClip, Group, Member, Routing
 from heterollm.model.rope import QueryGrowth, RopeConfig
 from heterollm.model.states import KvSpec, RecurrentSpec, StateSpec
 
@@ -561,7 +561,7 @@ BLOCKS: Final = (
 LAYER_GROUPS: Final = tuple(group for kind in BLOCKS for group in kind.GROUPS)
 """The groups of linears that a layer may have."""
 
-ALL_GROUPS: Final = (*LAYER_GROUPS, "head", "ffn")
+ALL_GROUPS: Final = (*LAYER_GROUPS, "head", *PARTS)
 """All groups, in the order of reports."""
 
 AnyBlock = TypeVar("AnyBlock", bound=Block)

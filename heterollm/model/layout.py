@@ -27,6 +27,7 @@ from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_tensors
 from heterollm.model.families import FAMILIES
 from heterollm.model.family import TensorNames
+from heterollm.model.fusion import fusion_obstacle
 from heterollm.model.stored_formats import StoredFormats
 from heterollm.model.tensor_rows import HeadOrder, TensorRows
 
@@ -404,8 +405,10 @@ def op_specs(
             kind="" if layer == HEAD_LAYER else kinds[layer],
             before=shape.before,
             reader=shape.reader,
+            fusible=layer in fusible and shape.group in ("qkv", "gate_up"),
         )
 
+    fusible = {layer for layer in range(config.layers) if not fusion_obstacle(config, layer)}
     layers = (*range(config.layers), HEAD_LAYER)
     return tuple(spec(layer, shape) for layer in layers for shape in group_shapes(config, layer))
 

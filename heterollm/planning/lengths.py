@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from heterollm.base import PlanError
-from heterollm.kernels.ops import OpSpec, ffn_specs
+from heterollm.kernels.ops import OpSpec, joined_specs
 from heterollm.profiler.predict import nonnegative_fit
 from heterollm.profiler.records import GraphKey, Profile
 from heterollm.solver import CachedCosts, choose_lengths, pass_weights
@@ -65,6 +65,8 @@ class BuildCosts:
         millions = sum(rows) * spec.columns / 1e6
         if spec.then is not None:
             millions += rows[0] * spec.then.rows / 1e6
+        if spec.first is not None:
+            millions += spec.first.rows * spec.first.columns / 1e6
         return once + token * length + weights * millions
 
 
@@ -190,7 +192,7 @@ def _use(
 
 def _built_us(plan: Plan, solver: Solver, builds: BuildCosts, lengths: Collection[int]) -> tuple[int, float]:
     """Return how many graphs of some lengths a plan needs, and how long building them takes."""
-    specs = (*solver.specs, *ffn_specs(solver.specs))
+    specs = (*solver.specs, *joined_specs(solver.specs))
     held = {
         (entry.group, entry.kind, entry.layers): [spec for spec in specs if entry.holds(spec)]
         for entry in plan.entries

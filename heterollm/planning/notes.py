@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from heterollm.base import format_moment
+from heterollm.kernels.ops import PARTS
 from heterollm.planning.techniques.llm_npu import request_of_solver
 from heterollm.planning.techniques.registry import technique_notes
 from heterollm.solver import Plan, PlanRequest
@@ -59,7 +60,7 @@ def _notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> Iterator[_
         named = "linear layers" if lacking == layer else f"linear layers {', '.join(sorted(lacking))}"
         error = model.unmeasured(named)
         on_npu = {entry.group for entry in plan.placed if entry.placement.npu_lengths}
-        on_npu |= {"gate_up", "down"} if "ffn" in on_npu else set()
+        on_npu |= {part for group in on_npu for part in PARTS.get(group, ())}
         claim = "The GPU computes them." if plan.uses_npu else "The GPU computes everything."
         yield _Note(f"{error.message} {claim} {error.fix}", not lacking & on_npu)
     several = request.in_flight != 1 or request_of_solver(request).in_flight != request.in_flight

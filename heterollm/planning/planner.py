@@ -156,7 +156,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Call
     plan, level = add(plan), plan.level
     if request.level == "auto":
         plan = _candidates(model, request, plan, solver)[0][1].plan
-        level = "tensor" if plan.level == "block" and not plan.has_ffn else plan.level
+        level = "tensor" if plan.level in ("block", "fused") and not plan.has_ffn else plan.level
         level = level if plan.uses_npu else "gpu"
     return structs.replace(
         with_shadows(plan, model.shadows),
@@ -170,13 +170,42 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Call
 
 
 def _solved(model: ProfiledModel, request: PlanRequest, solver: Solver, prompts: Mapping[int, float]) -> Plan:
-    """Return the solver's plan."""
-    from heterollm.solver import plan_chunks, plan_flights
+    """Return the solver's plan: at levels fused and auto that of level fused where it is faster."""
+    plan = _solved_at(solver, model, request, prompts)
+    if request.level not in ("fused", "auto") or not model.has_fused or solver.limits is None:
+        return plan
+    weights = weights_of(request, solver.limits.standard_lengths)
+    fused = _solved_at(replace(solver, level="fused"), model, request, prompts)
+    mixed = (_of_phases(first, second) for first, second in ((plan, fused), (fused, plan)))
+    fitting = (one for one in mixed if solver.budget.holds(model.npu_bytes(one)))
+    plans = [predicted(model, one, weights) for one in (plan, fused, *fitting)]
+    return compared(plans, weights)[0][1].plan
+
+
+def _of_phases(prefill: Plan, decode: Plan) -> Plan:
+    """Return a plan with the prefill of one plan and the decode of another."""
+    entries = tuple(
+        entry
+        for plan, phase in ((prefill, "prefill"), (decode, "decode"))
+        for entry in plan.entries
+        if entry.phase == phase
+    )
+    return structs.replace(prefill, level="fused", entries=entries, slices=())
+
+
+def _solved_at(
+    solver: Solver, model: ProfiledModel, request: PlanRequest, prompts: Mapping[int, float]
+) -> Plan:
+    """Return the plan of a solver's level."""
+    from heterollm.solver import plan_chunks, plan_flights, with_norms
 
     labels, weights = {"device": model.profile.device, "precision": model.precision}, request.histogram
     plan, slices = solver.solve(**labels, weights=weights)
     if max(prompts, default=0) > solver.chunk_length:
         plan, slices = plan_chunks(solver, plan, slices, prompts, model.costs.at, weights)
+    if solver.level == "fused":
+        normed = with_norms(plan, model.specs)
+        plan = normed if solver.budget.holds(model.npu_bytes(normed)) else plan
     if request.in_flight != 1 and plan.uses_npu:
         plan = plan_flights(solver, plan, slices, request.in_flight, prompts, model.costs.at, weights)
     return plan
@@ -218,10 +247,16 @@ def _check_level(model: ProfiledModel, request: PlanRequest) -> None:
         return
     if not model.has_linears:
         raise model.unmeasured("linear layers")
-    if request.level == "block" and not ffn_specs(model.specs):
+    if request.level in ("block", "fused") and not ffn_specs(model.specs):
         raise OptionError(
-            "The model's layers have no feed-forward network that level block can place as one operator.",
+            f"The model's layers have no feed-forward network that level {request.level} can place as one "
+            "operator.",
             fix="Choose --plan tensor.",
         )
-    if request.level == "block" and not model.has_ffn:
+    if request.level in ("block", "fused") and not model.has_ffn:
         raise model.unmeasured("feed-forward networks")
+    if request.level == "fused" and not model.has_fused:
+        raise OptionError(
+            f"Level fused can fuse nothing of a layer: {model.unfused}.",
+            fix="Choose --plan block.",
+        )

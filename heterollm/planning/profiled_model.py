@@ -9,8 +9,15 @@ from functools import cached_property
 
 from heterollm.base import ProfileError
 from heterollm.kernels.devices import shares_cores
-from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs
-from heterollm.model import ModelConfig, ModelShape, block_norms, expert_specs, shape_of_specs
+from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs, joined_specs
+from heterollm.model import (
+    ModelConfig,
+    ModelShape,
+    block_norms,
+    expert_specs,
+    fusion_obstacle,
+    shape_of_specs,
+)
 from heterollm.profiler.records import Profile
 from heterollm.solver import (
     ExpertPrices,
@@ -99,6 +106,19 @@ class ProfiledModel:
     def has_ffn(self) -> bool:
         """Whether the profile has times of the model's feed-forward network as one operator."""
         return self._measured(ffn_specs(self.specs))
+
+    @cached_property
+    def has_fused(self) -> bool:
+        """Whether the profile has times of the network as one operator, and o can be fused with it."""
+        return self._measured([spec for spec in joined_specs(self.specs) if spec.group == "o_ffn"])
+
+    @cached_property
+    def unfused(self) -> str:
+        """The reason, in words, why no layer's groups are fused; empty where some may be."""
+        if self.has_fused:
+            return ""
+        found = (fusion_obstacle(self.config, layer) for layer in range(self.config.layers))
+        return next(filter(None, found), "fused graphs have weights in blocks and no 8-bit activations")
 
     @cached_property
     def has_linears(self) -> bool:

@@ -31,10 +31,16 @@ def calibration_report(found: Calibration, path: str) -> Group:
         failed = sum(not one.passed for one in errors)
         outliers = sum(len(one.outliers) for one in linears)
         shown.add_row(group, str(len(linears)), f"{worst:.1e}", str(failed), str(outliers))
-    if found.ffns:
-        errors = [one.errors for one in found.ffns if one.errors is not None]
-        worst = max((one.nmse for one in errors), default=0.0)
-        shown.add_row("ffn", str(len(errors)), f"{worst:.1e}", str(sum(not one.passed for one in errors)), "")
+    joined = {
+        "ffn": [one.errors for one in found.ffns],
+        "norm_qkv": [one.norm_errors for one in found.streams],
+        "o_ffn": [one.errors for one in found.streams],
+    }
+    for group, checks in joined.items():
+        errors = [one for one in checks if one is not None]
+        if errors:
+            worst, failed = max(one.nmse for one in errors), sum(not one.passed for one in errors)
+            shown.add_row(group, str(len(errors)), f"{worst:.1e}", str(failed), "")
     tokens = found.windows * found.window_tokens
     lines: list[RenderableType] = [
         Text(f"{found.model}: ranges of {tokens} tokens, checked on {found.checked_tokens} others"),

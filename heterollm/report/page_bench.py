@@ -36,7 +36,14 @@ from heterollm.report.tables_bench import (
 if TYPE_CHECKING:
     from heterollm.benchmarks import BenchRow
 
-LEVELS: Final = {"gpu": "gpu", "npu": "npu", "layer": "npu", "tensor": "both", "block": "both"}
+LEVELS: Final = {
+    "gpu": "gpu",
+    "npu": "npu",
+    "layer": "npu",
+    "tensor": "both",
+    "block": "both",
+    "fused": "both",
+}
 """Style of a level's bar: the processor that computes its linear layers."""
 
 LEVEL_KEYS: Final = (

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from heterollm.base import GIB, format_bytes, format_duration
-from heterollm.kernels.ops import FOLDED_COLUMNS, ffn_specs
+from heterollm.kernels.ops import FOLDED_COLUMNS, joined_specs
 from heterollm.planning import profile_words
 from heterollm.report.console import table
 from heterollm.report.plan_experts import experts_report
@@ -85,6 +85,8 @@ def plan_report(planned: Planned, prompts: Sequence[int], decode: int, *, explai
             parts.append(Text(sharing_words(model.sharing(plan, longest), longest)))
     if model.limits is None or model.has_linears:
         parts.append(Text(verdict(passes)))
+        if explain:
+            parts.append(Text(fusion_words(passes, model.unfused)))
     if planned.length_choice is not None:
         parts += [Text(), lengths_table(planned.length_choice)]
         if not planned.length_choice.chosen.lengths and not plan.uses_npu:
@@ -119,7 +121,7 @@ def held_words(model: ProfiledModel, plan: Plan) -> str:
 def slices_table(model: ProfiledModel, plan: Plan) -> Table:
     """Return the resident slices of a plan with the lengths and the memory of their graphs."""
     made = table("group", ">rows of each member", "lengths", ">graphs", ">memory", title="The NPU's graphs")
-    specs = (*model.specs, *ffn_specs(model.specs))
+    specs = (*model.specs, *joined_specs(model.specs))
     for held in plan.slices:
         layers = sum(held.holds(spec) for spec in specs)
         own = structs.replace(plan, slices=(held,), entries=(), schedule=None, techniques=())
@@ -260,10 +262,23 @@ def verdict(passes: Sequence[PredictedPass]) -> str:
     if not split:
         return "No operator is split: none is predicted to gain more than the error of its prediction."
     words = f"Operators are split in: {_named(split)}."
-    ffns = [found for found in passes if any(item.spec.then for item in found.operators)]
+    ffns = [found for found in passes if any(item.spec.group == "ffn" for item in found.operators)]
     if ffns:
         words += f" The feed-forward network is placed as one operator in: {_named(ffns)}."
     return words
+
+
+def fusion_words(passes: Sequence[PredictedPass], unfused: str) -> str:
+    """Return a sentence about the fused groups of passes, or on why there are none.
+
+    Args:
+        passes: The passes.
+        unfused: What keeps the groups of every layer from being fused; empty for nothing.
+    """
+    fused = [found for found in passes if any(item.spec.fused for item in found.operators)]
+    if fused:
+        return f"One NPU graph has o, its sum with the stream, the norm and the network in: {_named(fused)}."
+    return f"No groups are fused: {unfused or 'the passes are not predicted to gain by it'}."
 
 
 def _named(passes: Sequence[PredictedPass]) -> str:

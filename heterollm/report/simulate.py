@@ -12,6 +12,7 @@ from heterollm.base import Section
 from heterollm.benchmarks import RIGHT, table_of
 from heterollm.report.console import section_table, table
 from heterollm.report.plan import sharing_words
+from heterollm.simulate import beside_public
 from heterollm.solver import LLM_NPU, SHADOW_ATTENTION, PlannedAttention
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ def _explanation(result: SimulationResult) -> Iterator[RenderableType]:
         f"opening them takes {graphs.opening_s:.1f} s (simulated)."
     )
     yield Text(sharing_words(result.sharing, result.prefill.tokens))
+    yield from map(Text, beside_public(result))
 
 
 def _ms(times_us: Sequence[float]) -> list[str]:

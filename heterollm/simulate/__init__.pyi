@@ -1,6 +1,7 @@
 from .account import TimeUse as TimeUse
 from .effects import without_idle as without_idle
 from .experts import ExpertUse as ExpertUse
+from .goals import beside_public as beside_public
 from .phase import PhaseUse as PhaseUse
 from .request import SimulationRequest as SimulationRequest
 from .result import GraphUse as GraphUse

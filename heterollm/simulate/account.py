@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from heterollm.kernels.sim import SimulatedSpan
-from heterollm.model import LAYER_GROUPS
+from heterollm.model import ALL_GROUPS
 
 TimeUse: TypeAlias = Literal["both", "gpu", "npu", "start", "copies", "maps", "waits", "submission"]
 """Uses of a moment, of which it has one: both processors compute, or the GPU while the NPU does not, or the
@@ -22,7 +22,7 @@ empty), or submits."""
 
 USES: Final[tuple[TimeUse, ...]] = get_args(TimeUse)
 
-GROUPS: Final = frozenset({*LAYER_GROUPS, "ffn", "head", "attention"})
+GROUPS: Final = frozenset({*ALL_GROUPS, "attention"})
 LABEL: Final = re.compile(r"(?:\d+\.)?([a-z_ ]+?)(?: of layer .*| \d.*| tokens .*|\[.*)?$")
 """A span's label: a group with its layer before or behind it."""
 

@@ -64,14 +64,14 @@ CASE_EFFECTS: Final = (
     Effect(
         "every_form",
         lambda facts: facts["offers_more_forms"] or facts["every_form"] is False,
-        "this SoC, or level block, offers every form of a graph already",
+        "this SoC, or the level, offers every form of a graph already",
         "Choose snapdragon-8gen3-paper and another level",
     ),
     Effect(
         "plan_for",
         _is_solved,
         "levels gpu, npu and layer follow a rule for all lengths",
-        "Choose level tensor or block",
+        "Choose level tensor, block or fused",
     ),
 )
 """Conditions by the names of the command's options."""

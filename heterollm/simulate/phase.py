@@ -94,6 +94,11 @@ class PhaseUse:
         return integer_us, sum(time_us for _, time_us in times_us)
 
     @property
+    def npu_runs(self) -> int:
+        """Runs of NPU graphs."""
+        return sum(span.processor == "npu" for span in self.spans)
+
+    @property
     def attention_us(self) -> float:
         """Time of attention with rotation and cache, and with estimates and selection where it is sparse."""
         return sum(one.total_us for one in self.account if one.operator == "attention")
@@ -113,6 +118,7 @@ class PhaseUse:
             "hand_over_ms": {name: value / 1e3 for name, value in self.lost_us.items()},
             "padding_ms": self.padding_us / 1e3,
             "attention_ms": self.attention_us / 1e3,
+            "npu_runs": self.npu_runs,
             "frames": None if self.frames is None else asdict(self.frames),
         }
 

@@ -23,7 +23,7 @@ from heterollm.solver import (
     check_techniques,
 )
 
-PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block")
+PLAN_LEVELS: Final = ("gpu", "npu", "layer", "tensor", "block", "fused")
 
 SimulatedLengthPolicy: TypeAlias = Literal["auto", "padding", "pipe", "online"]
 LENGTH_CHOICES: Final[tuple[SimulatedLengthPolicy, ...]] = get_args(SimulatedLengthPolicy)
@@ -181,7 +181,7 @@ class SimulationRequest:
         """Whether the NPU offers every graph form; of an unknown SoC, whether the level asks for them."""
         if self.every_form is not None:
             return self.every_form
-        return self.level == "block" or _has_every_form(self.soc, tuple(self.overrides.items()))
+        return self.level in ("block", "fused") or _has_every_form(self.soc, tuple(self.overrides.items()))
 
 
 @functools.cache

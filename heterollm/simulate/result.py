@@ -9,7 +9,7 @@ from typing import Any
 from heterollm.base import GIB
 from heterollm.kernels.device import Device
 from heterollm.kernels.npu import graph_memory
-from heterollm.kernels.ops import OpSpec, ffn_specs
+from heterollm.kernels.ops import OpSpec, joined_specs
 from heterollm.kernels.sim import soc_of
 from heterollm.simulate.experts import ExpertUse
 from heterollm.simulate.phase import PhaseUse
@@ -54,7 +54,7 @@ def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
         specs: All groups of the model, and the experts of a mixture.
     """
     soc = soc_of(device)
-    every = (*specs, *ffn_specs(specs))
+    every = (*specs, *joined_specs(specs))
     count = sum(len(held.lengths) for held in plan.slices for spec in every if held.holds(spec))
     count += len(
         {

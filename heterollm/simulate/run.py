@@ -18,12 +18,13 @@ from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.npu import (
     FfnRanges,
+    FusedRanges,
     LinearRanges,
     ShadowRanges,
     StaticRanges,
     graph_memory,
 )
-from heterollm.kernels.ops import Group, OpSpec, Phase, Scales, WeightFormat, ffn_specs
+from heterollm.kernels.ops import Group, OpSpec, Phase, Scales, WeightFormat, joined_specs
 from heterollm.kernels.sim import SIMULATED, Simulation
 from heterollm.model import (
     Checkpoint,
@@ -151,10 +152,13 @@ def _assumed_ranges(
             found[key] = LinearRanges(1.0, 1.0, bits=8, shadow=shadow)
         elif spec.weight.scales == "stepped":
             found[key] = LinearRanges(1.0, 1.0)
-    ffns: dict[tuple[int, Group], StaticRanges] = {
-        (ffn.layer, "ffn"): FfnRanges(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0) for ffn in ffn_specs(specs)
-    }
-    return found | ffns
+    for joined in joined_specs(specs):
+        fused = FusedRanges(1.0, 1.0, 1.0, 1.0) if joined.fused else None
+        of_ffn = FfnRanges(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, fused)
+        found[joined.layer, joined.group] = (
+            LinearRanges(1.0, 1.0, normed=1.0) if joined.then is None else of_ffn
+        )
+    return found
 
 
 def _assumed_scales(plan: Plan, config: ModelConfig) -> dict[BucketCount, dict[int, tuple[ScoreScale, ...]]]:

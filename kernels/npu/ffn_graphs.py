@@ -13,13 +13,14 @@ from heterollm.kernels.npu.linear_graphs import (
     Bounds,
     GraphBody,
     add_linear,
+    add_norm,
     add_transpose,
     add_weight_first,
     k_split_bounds,
 )
 from heterollm.kernels.npu.protocol import GraphForm
 from heterollm.kernels.npu.shards import ExpertsShard, FfnShard
-from heterollm.kernels.npu.tensors import INPUT, OUTPUT
+from heterollm.kernels.npu.tensors import INPUT, OUTPUT, STREAM
 from heterollm.kernels.ops import Activation, Slopes
 
 # Activations but ReLU are gate * sigmoid(s). For SiLU s is the gate. For GELU (tanh formula) it is
@@ -43,6 +44,9 @@ def build_ffn(
 ) -> None:
     """Append the nodes of an ffn shard from ``source [1, m, h]`` to ``target [1, m, h]``.
 
+    With o in front the source is the output of attention ``[1, m, k]``, and the graph reads the residual
+    stream, too.
+
     Args:
         shard: The shard.
         form: Graph form, legal for its number format.
@@ -55,14 +59,22 @@ def build_ffn(
     Raises:
         GraphError: The last linear cannot be split that way.
     """
-    bounds = None
+    bounds, output = None, target
+    if shard.fused is not None:
+        fused, source, attention = shard.fused, f"{prefix}normed", source
+        add_linear(body, fused.weight, attention, "o", prefix=f"{prefix}o_")
+        body.add("Add", ["o", STREAM], "sum")
+        add_norm(body, fused.norm, "sum", source)
+        output = "network" if fused.is_added else target
     if form in ("ffn_k_chunked", "ffn_k_chunked_int8"):
         bounds = k_split_bounds(shard.width, shard.format, k_split_columns, shard.label)
     if shard.format.quantized or form == "ffn":
         integer = form in ("ffn_int8", "ffn_k_chunked_int8")
-        _build_rows(shard, body, bounds, source, target, prefix, integer_inputs=integer)
+        _build_rows(shard, body, bounds, source, output, prefix, integer_inputs=integer)
     else:
         _build_columns(shard, body, bounds, source, target, prefix)
+    if output != target:
+        body.add("Add", [output, "o"], target)
 
 
 def build_experts(shard: ExpertsShard, form: GraphForm, body: GraphBody, k_split_columns: int) -> None:

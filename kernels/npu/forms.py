@@ -12,6 +12,14 @@ from heterollm.kernels.npu.shapes import (
     WeightShape,
 )
 
+FUSED_FORMS: frozenset[GraphForm] = frozenset(
+    {
+        *("matmul_nbits", "k_chunked", "integer"),
+        *("ffn", "ffn_k_chunked", "ffn_integer"),
+    }
+)
+"""Forms of graphs with a norm of the residual stream, all for rows of tokens and weights in blocks."""
+
 SCORES_TILE_TOKENS = 32
 """Hexagon pads scores to tiles of 32 tokens."""
 
@@ -31,14 +39,21 @@ def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) ->
     rounded, ffn = shape.integer_inputs, isinstance(shape, FfnShape)
     plain: tuple[GraphForm, ...]
     if shape.weight.scales == "tensor":
-        return integer_forms(shape, length)
+        return fused_forms(shape, integer_forms(shape, length))
     if not shape.weight.quantized:
         plain = () if rounded else ("ffn", "ffn_weight_first") if ffn else floats
     elif ffn:
         plain = ("ffn_int8",) if rounded else ("ffn",)
     else:
         plain = ("matmul_nbits_int8",) if rounded else ("matmul_nbits",)
-    return plain + reshaped_forms(shape, length) + integer_forms(shape, length)
+    return fused_forms(shape, plain + reshaped_forms(shape, length) + integer_forms(shape, length))
+
+
+def fused_forms(shape: WeightShape, forms: tuple[GraphForm, ...]) -> tuple[GraphForm, ...]:
+    """Return those of some forms in which a graph can have a norm of the residual stream, if it has one."""
+    if not shape.normed:
+        return forms
+    return tuple(form for form in forms if shape.weight.in_blocks and form in FUSED_FORMS)
 
 
 def scores_forms(length: int) -> tuple[GraphForm, ...]:

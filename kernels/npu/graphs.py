@@ -91,6 +91,10 @@ def graph_identity(shard: GraphShard, form: GraphForm, length: int | None) -> di
     }
     for part in _ffns(shard)[:1]:
         identity |= {"activation": part.activation, "outputs": shard.rows, "bias": part.bias is not None}
+        if part.fused is not None:
+            identity |= {"added": part.fused.is_added, "epsilon": part.fused.norm.epsilon}
+    if isinstance(shard, LinearShard) and shard.norm is not None:
+        identity["epsilon"] = shard.norm.epsilon
     if isinstance(shard, ExpertsShard):
         identity["experts"] = shard.experts
     return identity
@@ -105,16 +109,21 @@ def _ffns(shard: WeightShard) -> tuple[FfnShard, ...]:
 
 def _sampled_arrays(shard: WeightShard) -> list[NDArray[Any]]:
     weights = [shard.weight] if isinstance(shard, LinearShard) else []
-    biases: list[NDArray[Any]] = []
+    others: list[NDArray[Any]] = []
+    norms = [shard.norm] if isinstance(shard, LinearShard) else []
     for part in _ffns(shard):
         weights += [part.gate_up, part.down]
-        biases += [] if part.bias is None else [part.bias]
+        others += [] if part.bias is None else [part.bias]
+        if part.fused is not None:
+            weights.append(part.fused.weight)
+            norms.append(part.fused.norm)
+    others += [norm.weight for norm in norms if norm is not None]
     arrays: list[NDArray[Any]] = []
     for weight in weights:
         arrays += [weight.codes, weight.scales] if isinstance(weight, QuantizedTensor) else [weight]
         if isinstance(weight, QuantizedTensor) and weight.minimums is not None:
             arrays.append(weight.minimums)
-    return arrays + biases
+    return arrays + others
 
 
 def write_graph(

@@ -27,17 +27,18 @@ from heterollm.kernels.formats import (
     LinearWeight,
     QuantizedTensor,
     concatenate_rows,
+    largest_code,
     row_steps,
     take_rows,
     zero_code,
 )
-from heterollm.kernels.npu.linear_graphs import GraphBody
+from heterollm.kernels.npu.linear_graphs import NORM_WEIGHT, GraphBody, append_norm
 from heterollm.kernels.npu.protocol import GraphForm
-from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges, step_of
-from heterollm.kernels.npu.shards import FfnShard, LinearShard
-from heterollm.kernels.npu.tensors import INPUT, OUTPUT
+from heterollm.kernels.npu.ranges import FfnRanges, FusedRanges, LinearRanges, step_of
+from heterollm.kernels.npu.shards import FfnShard, FusedOutput, LinearShard, StreamNorm
+from heterollm.kernels.npu.tensors import INPUT, OUTPUT, STREAM
 
-ZERO, SHARE_ZERO = "zero", "share_zero"
+ZERO, SHARE_ZERO, NORMED = "zero", "share_zero", "normed"
 SHARE_STEP: Final = 2.0**-16
 """Step of a sigmoid, whose values lie between 0 and 1."""
 ZERO_CODES: Final = 0x88
@@ -65,14 +66,15 @@ def build_integer_linear(shard: LinearShard, form: GraphForm, body: GraphBody) -
         body.add("MatMul", ["x_rounded", "weight"], "y_product")
         _end(body, ranges.grid)
         return
-    weight = _stepped(shard.weight, shard.label)
-    if not row_steps(weight.scales).reaches_largest.all():
-        raise GraphError(
-            f"{shard.label} has rows whose scales do not reach {LARGEST_MULTIPLE} times their step, and "
-            "would lose digits in integers."
-        )
+    weight = _reaching(_stepped(shard.weight, shard.label), shard.label)
     _start(body, ranges.grid)
-    _product(body, weight, "x_rounded", "y_product", "")
+    source = "x_rounded"
+    if shard.norm is not None:
+        if ranges.normed is None:
+            raise _uncalibrated(shard)
+        _norm(body, shard.norm, source, ranges.normed)
+        source = NORMED
+    _product(body, weight, source, "y_product", "")
     _end(body, ranges.grid)
 
 
@@ -92,9 +94,15 @@ def build_integer_ffn(shard: FfnShard, body: GraphBody) -> None:
         )
     gate, up, down = _whole_steps(shard)
     _start(body, ranges.grid)
-    _product(body, gate, "x_rounded", "gate_product", "gate_")
+    source = "x_rounded"
+    if shard.fused is not None:
+        if ranges.fused is None:
+            raise _uncalibrated(shard)
+        _sum_and_norm(body, shard.fused, ranges.fused, ranges.inputs, shard.label)
+        source = NORMED
+    _product(body, gate, source, "gate_product", "gate_")
     _round(body, "gate_product", "gate", ranges.gate)
-    _product(body, up, "x_rounded", "up_product", "up_")
+    _product(body, up, source, "up_product", "up_")
     _round(body, "up_product", "up", ranges.up)
     body.add("Sigmoid", ["gate"], "share_exact")
     body.tensors["share_step"] = np.array(SHARE_STEP, np.float32)
@@ -105,8 +113,38 @@ def build_integer_ffn(shard: FfnShard, body: GraphBody) -> None:
     _round(body, "activated_exact", "activated", ranges.activated)
     body.add("Mul", ["activated", "up"], "product_exact")
     _round(body, "product_exact", "product", ranges.product)
-    _product(body, down, "product", "y_product", "down_")
+    if ranges.fused is None or ranges.fused.network is None:
+        _product(body, down, "product", "y_product", "down_")
+    else:
+        _product(body, down, "product", "network_product", "down_")
+        _round(body, "network_product", "network", ranges.fused.network)
+        body.add("Add", ["network", "o"], "y_product")
     _end(body, ranges.grid)
+
+
+def _sum_and_norm(
+    body: GraphBody, fused: FusedOutput, ranges: FusedRanges, normed: float, label: str
+) -> None:
+    """Append o, its sum with the residual stream, and the norm of that."""
+    weight = _reaching(_stepped(fused.weight, label), label)
+    _product(body, weight, "x_rounded", "o_product", "o_")
+    _round(body, "o_product", "o", ranges.outputs)
+    body.tensors["stream_step"] = np.array(step_of(ranges.stream), np.float32)
+    body.add("DequantizeLinear", [STREAM, "stream_step", ZERO], "stream_rounded")
+    body.add("Add", ["o", "stream_rounded"], "sum_exact")
+    _round(body, "sum_exact", "sum", ranges.sums)
+    _norm(body, fused.norm, "sum", normed)
+
+
+def _norm(body: GraphBody, norm: StreamNorm, source: str, magnitude: float) -> None:
+    """Append the norm of a source, with weights of 16 bits, on the grid of a range."""
+    step = float(np.abs(norm.weight).max()) / largest_code(16) or 1.0
+    codes = np.rint(norm.weight / step) + zero_code(16)
+    body.tensors["norm_codes"] = codes.astype(np.uint16)
+    body.tensors["norm_step"] = np.array(step, np.float32)
+    body.add("DequantizeLinear", ["norm_codes", "norm_step", ZERO], NORM_WEIGHT)
+    append_norm(body, norm.epsilon, source, "normed_exact")
+    _round(body, "normed_exact", NORMED, magnitude)
 
 
 def _start(body: GraphBody, grid: CodeGrid) -> None:
@@ -160,12 +198,21 @@ def _whole_steps(shard: FfnShard) -> tuple[QuantizedTensor, QuantizedTensor, Qua
         codes = np.concatenate([down.codes, zeros], axis=1)
         down = QuantizedTensor(codes, scales, None, 4, down.block, scale_kind="stepped")
         gate, up = (_with_zero_rows(part, down.block) for part in (gate, up))
-    for weight in (gate, up, down):
-        if not row_steps(weight.scales).reaches_largest.all():
-            raise GraphError(
-                f"{shard.label} has rows whose scales do not reach {LARGEST_MULTIPLE} times their step."
-            )
-    return gate, up, down
+    return _reaching(gate, shard.label), _reaching(up, shard.label), _reaching(down, shard.label)
+
+
+def _reaching(weight: QuantizedTensor, label: str) -> QuantizedTensor:
+    """Return a weight the largest scale of each of whose rows is 16 times its step.
+
+    Raises:
+        GraphError: It is not.
+    """
+    if row_steps(weight.scales).reaches_largest.all():
+        return weight
+    raise GraphError(
+        f"{label} has rows whose scales do not reach {LARGEST_MULTIPLE} times their step, and would lose "
+        "digits in integers."
+    )
 
 
 def _with_zero_rows(weight: QuantizedTensor, rows: int) -> QuantizedTensor:

@@ -18,7 +18,7 @@ from onnx import helper
 from heterollm.base import GraphError
 from heterollm.kernels.formats import LinearWeight, QuantizedTensor, take_columns
 from heterollm.kernels.npu.protocol import TILE_TOKENS, GraphForm
-from heterollm.kernels.npu.shards import LinearShard
+from heterollm.kernels.npu.shards import LinearShard, StreamNorm
 from heterollm.kernels.npu.tensors import INPUT, OUTPUT
 from heterollm.kernels.ops import WeightFormat
 
@@ -26,6 +26,7 @@ Tensors: TypeAlias = dict[str, NDArray[Any]]
 Bounds: TypeAlias = list[tuple[int, int]]
 """Adjacent ranges ``[start, stop)`` of a linear's inputs: a k-split."""
 
+NORM_WEIGHT = "norm_weight"
 INT8_ACCURACY = 4
 """MatMulNBits' ``accuracy_level`` at which inputs are rounded to int8."""
 FLOAT_SPLIT_UNIT = 32
@@ -61,14 +62,18 @@ def build_linear(shard: LinearShard, form: GraphForm, body: GraphBody, k_split_c
     Raises:
         GraphError: The form does not suit the shape.
     """
+    source = INPUT
+    if shard.norm is not None:
+        source = "normed"
+        add_norm(body, shard.norm, INPUT, source)
     if form in ("k_chunked", "k_chunked_int8"):
         bounds = k_split_bounds(shard.columns, shard.format, k_split_columns, shard.label)
         if shard.format.quantized:
-            add_linear(body, shard.weight, INPUT, OUTPUT, bounds, integer_inputs=form == "k_chunked_int8")
+            add_linear(body, shard.weight, source, OUTPUT, bounds, integer_inputs=form == "k_chunked_int8")
         else:
             _weight_first(shard, body, bounds)
     elif form in PLAIN_FORMS:
-        add_linear(body, shard.weight, INPUT, OUTPUT, integer_inputs=form == "matmul_nbits_int8")
+        add_linear(body, shard.weight, source, OUTPUT, integer_inputs=form == "matmul_nbits_int8")
     else:
         RESHAPED[form](shard, body)
 
@@ -147,6 +152,22 @@ def add_weight_first(
         body.tensors[name] = floats[:, start:stop]
         body.add("MatMul", [name, f"{prefix}x_{index}"], f"{prefix}y_{index}")
     _add_sum(body, len(bounds), target, prefix)
+
+
+def add_norm(body: GraphBody, norm: StreamNorm, source: str, target: str) -> None:
+    """Append ``target = source / rms(source) * weight``.
+
+    Hexagon has one operator for it, which takes large values, too: a mean of squares in float16 would
+    exceed its range.
+    """
+    body.tensors[NORM_WEIGHT] = norm.weight.astype(body.dtype)
+    append_norm(body, norm.epsilon, source, target)
+
+
+def append_norm(body: GraphBody, epsilon: float, source: str, target: str) -> None:
+    """Append the norm of a source by the weights :data:`NORM_WEIGHT`."""
+    inputs = [source, NORM_WEIGHT]
+    body.add("SimplifiedLayerNormalization", inputs, target, axis=-1, epsilon=epsilon)
 
 
 def add_transpose(body: GraphBody, source: str, target: str) -> None:

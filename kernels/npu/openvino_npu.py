@@ -155,13 +155,14 @@ class OpenVinoNpu:
     def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`.
 
-        OpenVINO computes MatMulNBits with float inputs only, and the NPU in float16 only.
+        OpenVINO computes MatMulNBits with float inputs only, and the NPU in float16 only. Whether its float16
+        holds the squares of a norm is not known.
         """
         del length
         if isinstance(shape, ScoresShape):
             return ()
         one = shape.one if isinstance(shape, ExpertsShape) else shape
-        if one.integer_inputs or one.weight.scales == "tensor" or one.weight.bits == 32:
+        if one.normed or one.integer_inputs or one.weight.scales == "tensor" or one.weight.bits == 32:
             return ()
         if not isinstance(one, LinearShape):
             return ("ffn",)

@@ -39,7 +39,13 @@ from heterollm.kernels.npu.contexts import (
     SharingVerdict,
     context_label,
 )
-from heterollm.kernels.npu.forms import experts_forms, integer_forms, reshaped_forms, scores_forms
+from heterollm.kernels.npu.forms import (
+    experts_forms,
+    fused_forms,
+    integer_forms,
+    reshaped_forms,
+    scores_forms,
+)
 from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_folder, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
     INTEGER_FORMS,
@@ -200,7 +206,7 @@ class QnnNpu:
             return ()
         integer = integer_forms(shape, length)
         if weight.scales == "tensor" or (weight.quantized and soc is not None and not soc.takes_4_bits):
-            return integer
+            return fused_forms(shape, integer)
         plain: tuple[GraphForm, ...]
         if isinstance(shape, LinearShape):
             plain = ("matmul_nbits",) if weight.quantized else ("weight_first", "activation_first")
@@ -208,7 +214,7 @@ class QnnNpu:
             plain = ("ffn",)
         else:
             plain = ("ffn_weight_first",) if shape.activation == "silu" else ("ffn_weight_first", "ffn")
-        return plain + reshaped_forms(shape, length) + integer
+        return fused_forms(shape, plain + reshaped_forms(shape, length) + integer)
 
     def prepare(
         self, shard: GraphShard, length: int, form: GraphForm | None = None, *, any_length: bool = False

@@ -42,6 +42,31 @@ class ShadowRanges:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedRanges:
+    """Largest magnitudes between attention and a feed-forward network.
+
+    Args:
+        inputs: Of the input of o.
+        stream: Of the residual stream.
+        outputs: Of the output of o.
+        sums: Of its sum with the stream.
+        network: Of the network's output, to which that of o is added; None where it is not.
+
+    Raises:
+        GraphError: A magnitude is not positive and finite.
+    """
+
+    inputs: float
+    stream: float
+    outputs: float
+    sums: float
+    network: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(astuple(self))
+
+
+@dataclass(frozen=True, slots=True)
 class LinearRanges:
     """Ranges of a linear shard.
 
@@ -52,6 +77,7 @@ class LinearRanges:
         bits: Of a code; static 8-bit graphs need ``inputs``.
         members: Largest magnitude of the output of each member, if each has a grid of its own.
         shadow: Ranges of the same shard with a shadow of outliers; None without one.
+        normed: Largest magnitude of the norm of the input, which is the residual stream; None without norm.
 
     Raises:
         GraphError: A magnitude is not positive and finite, or 8-bit ranges lack ``inputs``.
@@ -62,9 +88,10 @@ class LinearRanges:
     bits: CodeBits = 16
     members: tuple[float, ...] = ()
     shadow: ShadowRanges | None = None
+    normed: float | None = None
 
     def __post_init__(self) -> None:
-        _check((self.outputs, self.inputs, *self.members))
+        _check((self.outputs, self.inputs, self.normed, *self.members))
         if self.bits == 8 and self.inputs is None:
             raise GraphError("Ranges of 8-bit codes lack that of the input: they are static.")
 
@@ -100,6 +127,7 @@ class FfnRanges:
         outputs: Of the output.
         partial: Of the sums over leading channels of the width, which can be larger than the output; None if
             they are not known.
+        fused: Of what lies before, with o in front; None without.
 
     Raises:
         GraphError: A magnitude is not positive and finite.
@@ -112,17 +140,23 @@ class FfnRanges:
     product: float
     outputs: float
     partial: float | None = None
+    fused: FusedRanges | None = None
 
     def __post_init__(self) -> None:
-        _check(astuple(self))
+        values = self.inputs, self.gate, self.up, self.activated, self.product, self.outputs, self.partial
+        _check(values)
 
     @property
     def grid(self) -> CodeGrid:
         """The grids of the graph's codes; a factor for each token could not pass the SiLU."""
-        return CodeGrid(step_of(self.inputs), step_of(self.outputs), per_token=False)
+        inputs = self.inputs if self.fused is None else self.fused.inputs
+        return CodeGrid(step_of(inputs), step_of(self.outputs), per_token=False)
 
     def of_shard(self, *, whole: bool) -> FfnRanges | None:
         """Return the ranges of the whole width, or of leading channels; None if these are not known."""
+        if whole and self.fused is not None:
+            fused = replace(self.fused, network=self.outputs)
+            return replace(self, outputs=self.outputs + fused.outputs, partial=None, fused=fused)
         if whole:
             return replace(self, partial=None)
         return None if self.partial is None else replace(self, outputs=self.partial, partial=None)

@@ -16,11 +16,13 @@ class LinearShape:
         weight: Number format of the weights.
         columns: Inputs ``k``.
         integer_inputs: Whether the inputs must be rounded to int8 for each block of the weights.
+        normed: Whether the graph norms its input, the residual stream.
     """
 
     weight: WeightFormat
     columns: int
     integer_inputs: bool = False
+    normed: bool = False
 
     def __str__(self) -> str:
         return _weights(self.weight, self.integer_inputs)
@@ -38,6 +40,7 @@ class FfnShape:
         integer_inputs: Whether the inputs of each linear must be rounded to int8 for each block of its
             weights.
         gated: Whether there is a gate beside up.
+        normed: Whether the graph makes the network's input: o, its sum with the residual stream, and a norm.
     """
 
     weight: WeightFormat
@@ -46,12 +49,14 @@ class FfnShape:
     activation: Activation
     integer_inputs: bool = False
     gated: bool = True
+    normed: bool = False
 
     @classmethod
     def of(cls, spec: OpSpec, width: int, activation: Activation) -> FfnShape:
         """Return the shape of so many rows of each member of a group with a down projection."""
         gated = len(spec.members) > 1
-        return cls(spec.weight, spec.columns, width, activation, spec.integer_inputs, gated)
+        normed = spec.first is not None
+        return cls(spec.weight, spec.columns, width, activation, spec.integer_inputs, gated, normed)
 
     def __str__(self) -> str:
         return _weights(self.weight, self.integer_inputs)

@@ -26,6 +26,40 @@ ShardKey: TypeAlias = tuple[str | int | float | WeightFormat | tuple[tuple[int, 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StreamNorm:
+    """An RMS norm of the residual stream.
+
+    Args:
+        weight: float32 ``[h]``.
+        epsilon: Added to the mean square.
+    """
+
+    weight: NDArray[np.float32]
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedOutput:
+    """All that lies between attention and a feed-forward network: o, its sum with the stream, and a norm.
+
+    Args:
+        weight: ``[h, k]`` of o, whole.
+        norm: The norm, whose output the network reads.
+        is_added: Whether the output of o is added to that of the network, as it is where the NPU computes
+            the whole network. Else the GPU computes o, too, since a graph hands its outputs over at its end.
+    """
+
+    weight: LinearWeight
+    norm: StreamNorm
+    is_added: bool
+
+    @property
+    def columns(self) -> int:
+        """Inputs ``k`` of o."""
+        return _shape(self.weight)[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LinearShard:
     """The NPU's output rows of one group of linears.
 
@@ -37,6 +71,7 @@ class LinearShard:
         weights_key: Content hash of the model's weights.
         integer_inputs: Whether inputs are rounded to int8 for each block of the weights.
         ranges: Calibrated ranges, which integer forms need.
+        norm: Norm of the input, which is the residual stream then; None without.
 
     Raises:
         GraphError: The ranges do not add up to the weight's rows.
@@ -49,6 +84,7 @@ class LinearShard:
     weights_key: str
     integer_inputs: bool = False
     ranges: LinearRanges | None = None
+    norm: StreamNorm | None = None
 
     def __post_init__(self) -> None:
         stated = sum(stop - start for start, stop in self.row_ranges)
@@ -72,7 +108,7 @@ class LinearShard:
     @property
     def shape(self) -> LinearShape:
         """The shape of its graphs."""
-        return LinearShape(self.format, self.columns, self.integer_inputs)
+        return LinearShape(self.format, self.columns, self.integer_inputs, self.norm is not None)
 
     @property
     def format(self) -> WeightFormat:
@@ -115,6 +151,8 @@ class FfnShard:
         integer_inputs: Whether the inputs of each linear are rounded to int8 for each block of its weights.
         ranges: Calibrated ranges, which integer forms need.
         slopes: Numbers of xIELU.
+        fused: What makes the input of the output of attention and the residual stream; None for an input
+            that is given.
 
     Raises:
         GraphError: The weights do not fit together or the cut, or differ in format.
@@ -130,6 +168,7 @@ class FfnShard:
     integer_inputs: bool = False
     ranges: FfnRanges | None = None
     slopes: Slopes = SLOPES
+    fused: FusedOutput | None = None
 
     def __post_init__(self) -> None:
         start, stop = self.cut
@@ -145,13 +184,15 @@ class FfnShard:
                 f"{self.label} has {weight_format(self.gate_up)} and {weight_format(self.down)} weights; one "
                 f"graph takes one format."
             )
+        if self.fused is not None and weight_format(self.fused.weight).layout != self.format.layout:
+            raise GraphError(f"{self.label} has an o of {weight_format(self.fused.weight)} weights.")
         if self.bias is not None and self.bias.shape != (rows,):
             raise GraphError(f"{self.label} needs a bias of {rows} elements, not {self.bias.shape}.")
 
     @property
     def group(self) -> Group:
         """Name of the group."""
-        return "ffn"
+        return "ffn" if self.fused is None else "o_ffn"
 
     @property
     def rows(self) -> int:
@@ -160,7 +201,7 @@ class FfnShard:
 
     @property
     def columns(self) -> int:
-        """Inputs ``h``."""
+        """Inputs ``h``, those of the network itself."""
         return _shape(self.gate_up)[1]
 
     @property
@@ -177,7 +218,8 @@ class FfnShard:
     def shape(self) -> FfnShape:
         """The shape of its graphs."""
         sizes = self.format, self.columns, self.width
-        return FfnShape(*sizes, self.activation, self.integer_inputs, self.gated)
+        kind = self.activation, self.integer_inputs, self.gated
+        return FfnShape(*sizes, *kind, normed=self.fused is not None)
 
     @property
     def row_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -192,8 +234,8 @@ class FfnShard:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one pass reads."""
-        gate_up = self.format.weight_bytes(*_shape(self.gate_up))
-        return gate_up + self.format.weight_bytes(self.rows, self.width)
+        weights = (self.gate_up, self.down, *([] if self.fused is None else [self.fused.weight]))
+        return sum(self.format.weight_bytes(*_shape(weight)) for weight in weights)
 
     @property
     def label(self) -> str:
@@ -204,7 +246,8 @@ class FfnShard:
     def key(self) -> ShardKey:
         """Identity of the shard."""
         identity = (self.weights_key, self.layer, self.group, self.row_ranges, self.columns, self.format)
-        return (*identity, self.activation, self.bias is not None, str(self.ranges), str(self.slopes))
+        added = self.fused is not None and self.fused.is_added
+        return (*identity, self.activation, self.bias is not None, str(self.ranges), str(self.slopes), added)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

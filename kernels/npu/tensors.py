@@ -1,7 +1,8 @@
 """Inputs and outputs of NPU graphs by name, and checks of the arrays that are bound to them.
 
 The graph of a linear or an ffn reads ``x [m, k]`` and writes ``y [m, r]``, that of experts the rows of
-one after another. The graph of scores reads
+one after another. With o in front of an ffn, ``x`` is the output of attention and ``stream [m, h]`` the
+residual stream. The graph of scores reads
 ``queries [heads, m, d]`` and ``keys [heads, S, d]`` and writes ``scores [heads, m, S]``.
 """
 
@@ -16,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import GraphError
-from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, ScoresShard
+from heterollm.kernels.npu.shards import ExpertsShard, FfnShard, GraphShard, ScoresShard
 
 INPUT: Final = "x"
+STREAM: Final = "stream"
 OUTPUT: Final = "y"
 QUERIES: Final = "queries"
 KEYS: Final = "keys"
@@ -75,6 +77,10 @@ def graph_tensors(shard: GraphShard, length: int, dtype: np.dtype[Any]) -> Graph
         return GraphTensors({QUERIES: queries, KEYS: keys}, {SCORES: scores})
     tokens = length * len(shard.experts) if isinstance(shard, ExpertsShard) else length
     x, y = GraphTensor((tokens, shard.columns), dtype), GraphTensor((tokens, shard.rows), dtype)
+    fused = shard.fused if isinstance(shard, FfnShard) else None
+    if fused is not None:
+        attention = GraphTensor((tokens, fused.columns), dtype)
+        return GraphTensors({INPUT: attention, STREAM: x}, {OUTPUT: y})
     return GraphTensors({INPUT: x}, {OUTPUT: y})
 
 

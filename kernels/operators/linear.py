@@ -25,9 +25,9 @@ from heterollm.kernels.operators.data import (
     run_launches,
 )
 from heterollm.kernels.operators.operator import StepCategory
-from heterollm.kernels.ops import WeightFormat
+from heterollm.kernels.ops import PARTS, WeightFormat
 
-STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(("ffn", "router", "head"), "linear")
+STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys((*PARTS, "router", "head"), "linear")
 """Those of layers have the names of their groups."""
 
 FORMATS: Final = (

@@ -21,6 +21,7 @@ from heterollm.kernels.npu import (
     GraphShard,
     GraphTensors,
     LinearShape,
+    LinearShard,
     NamedArrays,
     NpuBackend,
     NpuGraph,
@@ -220,6 +221,7 @@ def npu_work(shard: GraphShard, length: int, form: GraphForm) -> NpuWork | Score
         return ScoresWork(shard.heads, length, shard.keys, shard.head_dim)
     weight = shard.format
     ffn = shard.parts[0] if isinstance(shard, ExpertsShard) else shard
+    fused = ffn.fused if isinstance(ffn, FfnShard) else None
     return NpuWork(
         rows=shard.rows,
         columns=shard.columns,
@@ -231,4 +233,6 @@ def npu_work(shard: GraphShard, length: int, form: GraphForm) -> NpuWork | Score
         width=ffn.width if isinstance(ffn, FfnShard) else 0,
         gated=not isinstance(ffn, FfnShard) or ffn.gated,
         experts=len(shard.experts) if isinstance(shard, ExpertsShard) else 1,
+        first=0 if fused is None else fused.columns,
+        normed=shard.shape.normed if isinstance(shard, LinearShard | FfnShard) else False,
     )

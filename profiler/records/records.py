@@ -83,7 +83,7 @@ class LinearPoint(Struct, frozen=True, order=True, cache_hash=True, forbid_unkno
         """Return the point of a model's group, or of some rows of its members."""
         weight = spec.weight
         return cls(
-            spec.group,
+            spec.timed_group,
             spec.member_rows if member_rows is None else member_rows,
             spec.columns,
             tokens,

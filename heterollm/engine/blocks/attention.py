@@ -54,12 +54,19 @@ class AttentionEmitter:
 
     def begin(self, builder: PassBuilder, layer: int, block: AttentionBlock) -> Begun:
         """Return a layer's attention, whose norm comes next."""
-        qkv = self._linears.placed(builder, layer, "qkv")
-        return Begun(qkv.input_codes, functools.partial(self._emit, builder, layer, block, qkv), keeps=False)
+        normed = (layer, "norm_qkv") in builder.placements
+        fused = (layer, "o_ffn") in builder.placements
+        qkv = self._linears.placed(builder, layer, "norm_qkv" if normed else "qkv")
+        o = self._linears.placed(builder, layer, "o_ffn" if fused else "o")
+        emit = functools.partial(self._emit, builder, layer, block, qkv, o)
+        # One copy of the stream serves both fused operators.
+        codes = qkv.input_codes or (o.stream_codes if normed else None)
+        return Begun(codes, emit, keeps=False, reads="stream" if normed else "norm")
 
-    def _emit(self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: PlacedOp) -> Delta:
+    def _emit(
+        self, builder: PassBuilder, layer: int, block: AttentionBlock, qkv: PlacedOp, o: PlacedOp
+    ) -> Delta | None:
         inputs = self._linears.linear(builder, qkv)
-        o = self._linears.placed(builder, layer, "o")
         self._rope(builder, layer, block, inputs)
         rounded = None if block.gated or block.inner_norm else o.rounded
         out = builder.lane.shared["attention_output"]
@@ -70,11 +77,13 @@ class AttentionEmitter:
                 *(builder, self._kernels, o.source, inputs, GATE, o),
                 heads=block.heads,
                 bias=self._tensors.bias(layer, "qkv"),
-                width=o.spec.columns,
+                width=o.spec.input_columns,
             )
         if block.inner_norm:
             norm = self._tensors.norm(layer, "attention_inner")
             append_norm(builder, self._kernels, norm, o, self._epsilon)
+        if o.spec.first is not None:
+            return None
         return Delta(self._linears.linear(builder, o), self._tensors.bias(layer, "o"))
 
     def _shape(self, block: AttentionBlock) -> HeadShape:

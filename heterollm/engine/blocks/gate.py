@@ -59,6 +59,6 @@ def append_norm(
         epsilon: Added to the mean square in the norm.
     """
     x, rounded, layer = out.source, out.rounded, out.spec.layer
-    values = Segments(x, x, (out.spec.columns,), (0,))
+    values = Segments(x, x, (out.spec.input_columns,), (0,))
     launch = norm_output(kernels, values, norm, x, tokens=builder.tokens, epsilon=epsilon, rounded=rounded)
     builder.kernel("inner norm", layer, launch, reads=(x,), writes=(x, *codes_of(rounded)))

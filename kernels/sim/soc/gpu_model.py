@@ -1,9 +1,11 @@
 """Time of a GPU kernel: a roofline whose efficiency rises with the number of tokens.
 
 A linear layer has two kernels, and the faster runs. One for few tokens unpacks weights as it reads them:
-``max(bytes / bandwidth, operations / small)``. One for many brings all weights into tiles first, unpacked,
-and then multiplies: ``weights / prepare + operations / gemm``; the first term is a floor that more tokens
-share. The FP16 weights of llm.npu's Table 3 show the same floor as HeteroLLM's 4-bit ones. What the queue
+``max(bytes / bandwidth, weights / unpacked, operations / small)``. One for many multiplies in tiles:
+``max(bytes / bandwidth, operations / gemm)``. The rates are issue slots: what a chip issues in a second,
+times the share that a kernel reaches, over its slots for a product or a weight. HeteroLLM's kernel for many
+brings all weights into tiles first, unpacked: ``weights / prepare`` is a floor that more tokens share. The
+FP16 weights of llm.npu's Table 3 show the same floor as HeteroLLM's 4-bit ones. What the queue
 costs between kernels (``gpu.kernel_gap_us``) and what a hand-over costs are not in these times. (HeteroLLM,
 section 3.1; ``docs/soc-model.md``.)
 """
@@ -20,6 +22,9 @@ GpuBound = Literal["memory", "arithmetic", "prepare"]
 
 FLOAT_BYTES: Final = 2
 """Of an activation and of an unpacked weight."""
+
+TILE_TOKENS: Final = 32
+"""Of a kernel that unpacks in its tiles, which computes whole tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +89,8 @@ def gpu_time(soc: SocParameters, work: GpuWork) -> GpuTime:
         rate = gpu.attention_tflops if work.kind == "attention" else gpu.gemm_tflops
         arithmetic_us = work.flops / (rate * 1e6)
         return _bounded(memory_us, arithmetic_us, moved_bytes)
-    few_us = moved_bytes / (min(gpu.small_gbps, gpu.dram_gbps) * 1e3)
-    few = _bounded(few_us, work.flops / (gpu.small_tflops * 1e6), moved_bytes)
+    slots_us = max(work.weights / (gpu.small_gweights_per_s * 1e3), work.flops / (gpu.small_tflops * 1e6))
+    few = _bounded(memory_us, slots_us, moved_bytes)
     many = _prepared(soc, work, moved_bytes, memory_us)
     return min(few, many, key=lambda time: time.alone_us)
 
@@ -96,8 +101,11 @@ def _bounded(memory_us: float, arithmetic_us: float, moved_bytes: float) -> GpuT
 
 
 def _prepared(soc: SocParameters, work: GpuWork, moved_bytes: float, memory_us: float) -> GpuTime:
-    """Return the time of the kernel for many tokens, which brings every weight into its tiles first."""
+    """Return the time of the kernel for many tokens, which may bring every weight into its tiles first."""
     arithmetic_us = work.flops / (soc.gpu.gemm_tflops * 1e6)
+    if not soc.gpu.prepare_gweights_per_s:
+        whole_tiles = -(-work.tokens // TILE_TOKENS) * TILE_TOKENS / work.tokens
+        return _bounded(memory_us, arithmetic_us * whole_tiles, moved_bytes)
     prepare_us = work.weights / (soc.gpu.prepare_gweights_per_s * 1e3)
     copied_bytes = 0.0
     if work.bits <= 8:

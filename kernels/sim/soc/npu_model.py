@@ -62,6 +62,8 @@ class NpuWork:
         width: Rows of each of gate and up, for the forms of a block; else 0.
         experts: Blocks in the graph, each with so many tokens of its own.
         gated: Whether a block has a gate beside up.
+        first: Inputs of the linear in front of a block, whose outputs are the block's inputs; 0 without.
+        normed: Whether the graph norms the residual stream, and in front of a block adds to it.
 
     Raises:
         OptionError: A size, the number format or the form is not possible.
@@ -77,6 +79,8 @@ class NpuWork:
     width: int = 0
     experts: int = 1
     gated: bool = True
+    first: int = 0
+    normed: bool = False
 
     def __post_init__(self) -> None:
         if min(self.rows, self.columns, self.tokens, self.experts) < 1:
@@ -202,9 +206,12 @@ def npu_time(soc: SocParameters, work: NpuWork) -> NpuTime:
     products *= work.experts
     # The activation of an ffn reads gate, if there is one, and up, and writes their product.
     gated_bytes = (2 + work.gated) * work.experts * work.width * work.tokens * FLOAT_BYTES
+    # A norm reads and writes its values, a sum reads two and writes one.
+    gated_bytes += (2 * work.normed + 3 * bool(work.first)) * work.columns * work.tokens * FLOAT_BYTES
     gated_us = gated_bytes / (soc.npu.vector_gbps * soc.npu.clock_factor * 1e3)
     edge_bytes = 1 if work.static_int8 else FLOAT_BYTES
-    copy_us = _copied_us(soc, (work.columns + work.rows) * work.experts * work.tokens * edge_bytes)
+    edges = work.first + work.columns + work.rows
+    copy_us = _copied_us(soc, edges * work.experts * work.tokens * edge_bytes)
     fixed_us = soc.npu.execute_us + copy_us
     parts: dict[NpuBound, float] = {
         "fixed": fixed_us,
@@ -262,7 +269,8 @@ def _products(work: NpuWork) -> list[tuple[int, int, int]]:
     chunk = K_SPLIT_COLUMNS if "k_chunked" in work.form else 0
     if not work.width:
         return [(work.rows, work.columns, chunk)]
-    return [((1 + work.gated) * work.width, work.columns, 0), (work.rows, work.width, chunk)]
+    first = [(work.columns, work.first, 0)] if work.first else []
+    return [*first, ((1 + work.gated) * work.width, work.columns, 0), (work.rows, work.width, chunk)]
 
 
 def _weight_streams(work: NpuWork) -> bool:

@@ -51,14 +51,15 @@ class GpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
         quantity("TFLOP/s", "arithmetic of the kernel for many tokens, weights prepared", 1e-3, 10_000),
     ]
     prepare_gweights_per_s: Annotated[
-        float, quantity("Gweight/s", "weights brought into the tiles of that product, unpacked", 1e-2, 1e5)
+        float,
+        quantity("Gweight/s", "weights unpacked before that product; 0 if its tiles unpack them", 0, 1e5),
     ]
     small_tflops: Annotated[
         float,
         quantity("TFLOP/s", "arithmetic of the kernel for few tokens, which unpacks as it reads", 1e-3, 1e4),
     ]
-    small_gbps: Annotated[
-        float, quantity("GB/s", "most that the kernel for few tokens reads, within the DRAM's", 0.1, 10_000)
+    small_gweights_per_s: Annotated[
+        float, quantity("Gweight/s", "weights that the kernel for few tokens unpacks for one", 1e-2, 1e5)
     ]
     attention_tflops: Annotated[
         float, quantity("TFLOP/s", "arithmetic of the attention core, causal half only", 1e-3, 10_000)

@@ -159,7 +159,9 @@ def bash(run, monkeypatch, tmp_path):
 def test_bash_itself_completes(bash):
     assert bash("heterollm", "cac") == ["cache"]
     # It replaces the last of its words only.
-    assert bash("heterollm", "profile", "--device", "sim", ":", "snapdragon-8e") == ["snapdragon-8elite"]
+    assert bash("heterollm", "profile", "--device", "sim", ":", "snapdragon-8gen3-") == [
+        "snapdragon-8gen3-paper"
+    ]
 
 
 @pytest.mark.parametrize(

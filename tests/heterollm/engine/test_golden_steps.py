@@ -18,7 +18,7 @@ from heterollm.engine.runner import Engine
 from heterollm.engine.slots import pool_sizes
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
-from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs
+from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs, joined_specs
 from heterollm.kernels.sim import Simulation
 from heterollm.model import KNOWN_MODELS, ModelConfig, expert_specs, op_specs, shape_only_weights
 from heterollm.model.blocks import MixtureBlock
@@ -51,7 +51,7 @@ PASSES: tuple[tuple[Phase, int], ...] = (
     ("decode", 2),
 )
 PLANS: dict[str, tuple[Precision, tuple[str, ...]]] = {
-    "w4a16": ("w4a16", ("gpu", "npu", "layer", "tensor", "block")),
+    "w4a16": ("w4a16", ("gpu", "npu", "layer", "tensor", "block", "fused")),
     "w4a8": ("w4a8", ("gpu", "tensor", "block")),
     "w8a8": ("w8a8", ("npu", "tensor")),
 }
@@ -59,7 +59,10 @@ QUICK = {"w4a16": ("gpu", "tensor", "block"), "w4a8": ("tensor",), "w8a8": ("npu
 
 
 def plan_of(level: str, specs: tuple[OpSpec, ...], precision: Precision, experts: bool) -> Plan:
-    """Return a plan of a level; ``tensor`` has row cuts, ``block`` splits networks along their width."""
+    """Return a plan of a level; ``tensor`` has row cuts, ``block`` splits networks along their width.
+
+    ``fused`` has fused groups where layers have some, networks split along their width.
+    """
     if level in ("gpu", "npu", "layer"):
         described = {"device": "sim", "precision": precision, "standard_lengths": STANDARD}
         return level_plan(level, specs, chunk_length=CHUNK, **described)  # type: ignore[arg-type]
@@ -72,6 +75,8 @@ def plan_of(level: str, specs: tuple[OpSpec, ...], precision: Precision, experts
         ("decode", (1, 32), (32,)),
     ):
         ffns = ffn_specs(specs) if level == "block" else ()
+        if level == "fused":
+            ffns = tuple(spec for spec in joined_specs(specs) if spec.fused)
         parts, sizes = {(ffn.layer, part) for ffn in ffns for part in ffn.parts}, defaultdict(set)
         for spec in specs:
             sizes[spec.group].add(spec.member_rows)
@@ -85,8 +90,10 @@ def plan_of(level: str, specs: tuple[OpSpec, ...], precision: Precision, experts
             layers = (-1, -1) if group == "head" else (0, last)
             cuts = tuple(rows // 128 * 64 for rows in spec.member_rows)
             placement: Placement = RowsPlacement(cuts, graphs, form)
-            if group == "ffn":
+            if spec.then is not None:
                 placement = FfnPlacement.of(cuts, graphs, form)
+            elif spec.fused:
+                placement = RowsPlacement(spec.member_rows, graphs)
             entries.append(PlanEntry(phase, lengths, layers, group, placement, kind))  # type: ignore[arg-type]
     mixtures = ()
     if experts:

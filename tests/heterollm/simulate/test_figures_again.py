@@ -45,16 +45,14 @@ def test_each_row_holds_its_whole_request():
 
 
 def test_a_row_taken_again_is_the_same_and_a_changed_one_is_named():
-    row = next(
-        row for row in rows_of("simulated_path") if (row["plan_level"], row["prompt_tokens"]) == ("gpu", 64)
-    )
+    row = next(row for row in rows_of("simulated_prior") if row["plan_level"] == "block")
     fresh = figures_run.rows_again([row], 1, silent)
-    assert list(figures_run.row_differences("simulated_path", [row], fresh)) == []
+    assert list(figures_run.row_differences("simulated_prior", [row], fresh)) == []
     old = {**row, "prefill_tokens_per_second": 1.1 * row["prefill_tokens_per_second"]}
-    (said,) = figures_run.row_differences("simulated_path", [old], fresh)
+    (said,) = figures_run.row_differences("simulated_prior", [old], fresh)
     assert "prefill_tokens_per_second" in said
-    assert "llama-3-8b, gpu, 64" in said
-    (said,) = figures_run.row_differences("simulated_path", [{**row, "error": "refused"}], fresh)
+    assert "llama-3-8b, block, 256" in said
+    (said,) = figures_run.row_differences("simulated_prior", [{**row, "error": "refused"}], fresh)
     assert "refused before" in said
 
 

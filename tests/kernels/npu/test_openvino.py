@@ -113,6 +113,7 @@ def test_what_openvino_cannot_compute_has_no_forms(npu, make_slice):
     assert npu.forms(LinearShape(weight, 256), 32) == ("matmul_nbits",)
     refused = [
         LinearShape(weight, 256, integer_inputs=True),
+        LinearShape(weight, 256, normed=True),
         LinearShape(WeightFormat(32), 256),
         LinearShape(WeightFormat(8, 32, scales="tensor"), 256),
         ScoresShape(2, 64, 32),
