@@ -1,4 +1,4 @@
-"""Checkpoints with the files by which sentence-transformers declares a pooling."""
+"""Copies of checkpoints with the files by which sentence-transformers declares a pooling."""
 
 import json
 from pathlib import Path

@@ -897,17 +897,31 @@ def bundled_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that writes a family's checkpoint once and gives its folder."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
+    """Return a function that writes a family's checkpoint once and gives its folder, which all tests share.
+
+    A test that changes files does so in a copy: at the end no folder may differ from what was written.
+    """
     made: dict[str, Path] = {}
+    written: dict[Path, dict[str, int]] = {}
 
     def make(family: str, **overrides: Any) -> Path:
         key = f"{family}{sorted(overrides.items())}"
         if key not in made:
             made[key] = write_checkpoint(tmp_path_factory.mktemp(family), family, **overrides)
+            written[made[key]] = file_times(made[key])
         return made[key]
 
-    return make
+    yield make
+    changed = {
+        folder.name: file_times(folder).keys() for folder in written if file_times(folder) != written[folder]
+    }
+    assert not changed, f"tests changed checkpoints that they share: {changed}"
+
+
+def file_times(folder: Path) -> dict[str, int]:
+    """Return when each file of a folder was written, in nanoseconds."""
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def stacked_experts(state: dict[str, Any], config: Any) -> dict[str, Any]:

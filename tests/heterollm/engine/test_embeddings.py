@@ -1,6 +1,7 @@
 """Embeddings of random checkpoints in the forms of published ones, against transformers in float64."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def save_bare(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[..., Path]) -> Path:
     """Qwen3-Embedding's form: bare names, a head that is not tied, an end token, last token, length 1."""
-    folder = checkpoint("qwen3", tie_word_embeddings=False)
+    source = checkpoint("qwen3", tie_word_embeddings=False)
+    folder = Path(shutil.copytree(source, tmp_path_factory.mktemp("qwen") / "model"))
     save_bare(folder)
     end_with(folder, "<|endoftext|>")
     return declare(
@@ -83,17 +85,23 @@ def test_the_last_token_of_qwen3_embedding(
         assert llm.generate("def add", max_new_tokens=6, session=llm.session()).token_ids == before
 
 
-def test_the_mean_of_all_tokens_without_a_length_of_one(checkpoint: Callable[..., Path]) -> None:
-    folder = declare(checkpoint("llama"), "Pooling", pooling_mode="mean", most=None)
+@pytest.fixture
+def copied(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that copies the checkpoint of a family, so that a test can add files to it."""
+    return lambda family: Path(shutil.copytree(checkpoint(family), tmp_path / family))
+
+
+def test_the_mean_of_all_tokens_without_a_length_of_one(copied: Callable[[str], Path]) -> None:
+    folder = declare(copied("llama"), "Pooling", pooling_mode="mean", most=None)
     with LLM.load(folder, device="host", plan="gpu") as llm:
         check(llm, folder, "mean", normalized=False)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "lfm2", "qwen3_5_text", "opt"])
 def test_families_with_windows_recurrent_state_and_other_norms(
-    checkpoint: Callable[..., Path], family: str
+    copied: Callable[[str], Path], family: str
 ) -> None:
-    folder = declare(checkpoint(family), "Pooling", "Normalize", pooling_mode_mean_tokens=True)
+    folder = declare(copied(family), "Pooling", "Normalize", pooling_mode_mean_tokens=True)
     with LLM.load(folder, device="host", plan="gpu", trace=True) as llm:
         for length in (70, 7, 301):
             ids = [(7 * place + length) % 2000 for place in range(length)]
@@ -104,13 +112,11 @@ def test_families_with_windows_recurrent_state_and_other_norms(
 
 @pytest.mark.parametrize("form", ["last token, length 1", "mean"])
 def test_texts_have_the_embeddings_of_sentence_transformers(
-    form: str, qwen: Path, checkpoint: Callable[..., Path]
+    form: str, qwen: Path, copied: Callable[[str], Path]
 ) -> None:
     """From text to vector: its own tokens, pooling and length, on the runtime's tensors in float64."""
     library = pytest.importorskip("sentence_transformers", reason="needs pip install sentence-transformers")
-    folder = (
-        qwen if form != "mean" else declare(checkpoint("llama"), "Pooling", pooling_mode_mean_tokens=True)
-    )
+    folder = qwen if form != "mean" else declare(copied("llama"), "Pooling", pooling_mode_mean_tokens=True)
     texts = ["def add(a, b):", "import os", "é漢 x", "word " * 150]
     with LLM.load(folder, device="host", plan="gpu") as llm:
         found, short = llm.embed(texts), llm.embed(texts, dimensions=32)

@@ -3,6 +3,7 @@
 import base64
 import http.client
 import json
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ TEXTS = ["def add(a, b):", "import os", "é漢"]
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory, checkpoint: Any) -> Iterator[LLM]:
-    folder: Path = checkpoint("qwen3")
+    folder = Path(shutil.copytree(checkpoint("qwen3"), tmp_path_factory.mktemp("embedder") / "model"))
     end_with(folder, "<|endoftext|>")
     declare(folder, "Pooling", "Normalize", pooling_mode_lasttoken=True)
     with LLM.load(folder, device="host", plan="gpu") as loaded:
