@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from heterollm.engine.lanes import Lane
 from heterollm.engine.placed import HandedOver, Memory, PlacedOp, codes_of, place_of
@@ -205,9 +206,13 @@ class PassBuilder:
 
     def fence(self, op: HandedOver | None) -> Fence:
         """Return the fence before an operator's NPU graphs, or for None at the end of the pass."""
-        if op is None:
-            return self._fences.before("end")
-        return self._fences.before(op.operator, op.layer)
+        operator, layer = ("end", None) if op is None else (op.operator, op.layer)
+        return self._fences.before(operator, layer, self._awaited)
+
+    def _awaited(self) -> Hashable:
+        """Return the GPU's work since the last wait."""
+        behind = itertools.takewhile(lambda step: step.wait is None, reversed(self.steps))
+        return tuple([(step.operator, step.work) for step in behind if step.processor == "gpu"])
 
     def mark(self, op: HandedOver | None) -> None:
         """Append the mark of a fence; strategy ``finish`` needs none."""

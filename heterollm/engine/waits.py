@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Final, Literal, cast, get_args
 
 from heterollm.engine.step import Operator
@@ -61,31 +61,37 @@ class Fences:
 
 
 class PassFences:
-    """The fences of a pass: one for each operator, since the waits of its layers are equally long.
+    """The fences of a pass: operators that wait for equal work share one, since their waits are equally long.
 
-    The first layer that waits before an operator has a separate fence. Its wait can be much shorter, since no
-    layer precedes it, or much longer, behind layers without waits. A sleep that was learnt from other waits
+    Most layers share it. Where less or more work precedes a wait (in the first layer, behind layers without
+    waits, in layers of another kind or with another placement) a sleep that was learnt from the other waits
     would start the NPU late in every pass.
     """
 
-    __slots__ = ("_fences", "_first", "_made", "_phase", "_tokens")
+    __slots__ = ("_alike", "_fences", "_made", "_phase", "_tokens")
 
     def __init__(self, fences: Fences, phase: Phase, tokens: int) -> None:
         self._fences = fences
         self._phase: Phase = phase
         self._tokens = tokens
-        self._first: dict[Operator | Literal["end"], int | None] = {}
-        self._made: dict[tuple[Operator | Literal["end"], bool], Fence] = {}
+        self._alike: dict[Hashable, Fence] = {}
+        self._made: dict[tuple[str, int | None], Fence] = {}
 
-    def before(self, operator: Operator | Literal["end"], layer: int | None = None) -> Fence:
+    def before(
+        self, operator: Operator | Literal["end"], layer: int | None, awaited: Callable[[], Hashable]
+    ) -> Fence:
         """Return the fence before the NPU graphs of an operator, or at the end of the pass.
 
         Args:
             operator: The operator, or the end.
             layer: The layer; None outside of layers.
+            awaited: Returns the work that the fence waits for; asked once for each operator and layer.
         """
-        place = operator, layer == self._first.setdefault(operator, layer)
+        place = operator, layer
         if place not in self._made:
-            label = f"{operator}, {self._phase} of {self._tokens}"
-            self._made[place] = self._fences.prepare(self._phase, label)
+            alike = operator, awaited()
+            if alike not in self._alike:
+                label = f"{operator}, {self._phase} of {self._tokens}"
+                self._alike[alike] = self._fences.prepare(self._phase, label)
+            self._made[place] = self._alike[alike]
         return self._made[place]

@@ -13,7 +13,7 @@ from heterollm.profiler.measure.linears import code_of
 from heterollm.profiler.records import ExpertsKey, ExpertsOperator
 from heterollm.profiler.work import FFN_ACTIVATION
 
-ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ROWS: Final = (1, 2, 4, 8, 16, 20, 32, 64, 128, 256)
 QUICK_ROWS: Final = (1, 4, 32, 128)
 TOKENS: Final = (1, 32, 256, 512)
 QUICK_TOKENS: Final = (1, 256)

@@ -12,6 +12,7 @@ section 3.1; ``docs/soc-model.md``.)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -25,6 +26,9 @@ FLOAT_BYTES: Final = 2
 
 TILE_TOKENS: Final = 32
 """Of a kernel that unpacks in its tiles, which computes whole tiles."""
+
+ROUNDED: Final = 1e-6
+"""Part of a tile that is no token but a rounding of the weights of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,7 @@ def _prepared(soc: SocParameters, work: GpuWork, moved_bytes: float, memory_us: 
     """Return the time of the kernel for many tokens, which may bring every weight into its tiles first."""
     arithmetic_us = work.flops / (soc.gpu.gemm_tflops * 1e6)
     if not soc.gpu.prepare_gweights_per_s:
-        whole_tiles = -(-work.tokens // TILE_TOKENS) * TILE_TOKENS / work.tokens
-        return _bounded(memory_us, arithmetic_us * whole_tiles, moved_bytes)
+        return _bounded(memory_us, arithmetic_us * _whole_tiles(work), moved_bytes)
     prepare_us = work.weights / (soc.gpu.prepare_gweights_per_s * 1e3)
     copied_bytes = 0.0
     if work.bits <= 8:
@@ -114,3 +117,14 @@ def _prepared(soc: SocParameters, work: GpuWork, moved_bytes: float, memory_us: 
         prepare_us = max(prepare_us, copied_bytes / (soc.gpu.dram_gbps * 1e3))
     bound: GpuBound = "arithmetic" if arithmetic_us >= prepare_us else "prepare"
     return GpuTime(prepare_us + max(arithmetic_us, memory_us), moved_bytes + copied_bytes, bound)
+
+
+def _whole_tiles(work: GpuWork) -> float:
+    """Return the products of a kernel that computes whole tiles, by the products that it is asked for.
+
+    A mixture's experts have tiles of their own: what counts is the rows of one of them, the mean.
+    """
+    if not work.weights:
+        return 1.0
+    tokens = work.flops / (2 * work.weights)
+    return math.ceil(tokens / TILE_TOKENS - ROUNDED) * TILE_TOKENS / tokens

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from heterollm.base import OptionError
 from heterollm.engine import SYNC_OPTIONS
@@ -18,6 +19,8 @@ from heterollm.kernels.gpu import Strategy
 from heterollm.kernels.threads import ThreadSplit
 from heterollm.llm import LLM
 from heterollm.solver import PhaseSync, Plan
+from heterollm.solver.placements import RowsPlacement
+from heterollm.solver.plan_records import PlanEntry
 
 FAST = [sync for sync in SYNC_OPTIONS if sync not in ("auto", "operator", "finish")]
 
@@ -152,26 +155,29 @@ def test_the_baseline_finishes_after_every_operator(load: Callable[..., LLM]) ->
                 ), names[place : place + 4]
 
 
-def test_a_pass_shares_a_prediction_among_the_layers_of_a_group(
-    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+def test_waits_for_equal_work_share_a_prediction(
+    checkpoint: Callable[..., Path], host_llm: Callable[..., LLM], half_rows_plan: Callable[..., Plan]
 ) -> None:
-    llm = load(sync="sleep_poll")
-    waits: list[Any] = []
-    prepare = Fences.prepare
-    monkeypatch.setattr(Fences, "prepare", lambda *arguments: waits.append(prepare(*arguments)) or waits[-1])
-    assert len([step for step in steps_of(llm, "prefill", 20) if step.wait]) == 8
-    # The first layer comes after none: what the others take says nothing of it. The head has one as well.
-    own = [wait for wait in waits if wait.label.endswith("prefill of 20")]
-    assert len(own) == len({id(wait.prediction) for wait in own}) == 8
-    made = llm._engine.fences.of_pass("prefill", 20)
-    first, *others = (made.before("o", layer) for layer in (0, 1, 2))
-    assert others[0] is others[1] is not first
-    # Layers without waits are in the wait of the first layer that has one.
-    first, *others = (made.before("scores", layer) for layer in (1, 2, 3, 1))
-    assert others[0] is others[1] is not first is others[2]
-    assert made.before("down", 1) not in (first, *others)
+    """The first layer has the embedding in front of it, and the GPU alone computes ``o`` of layer 3."""
+    folder = checkpoint("llama", num_hidden_layers=6)
+    plan = half_rows_plan(host_llm(folder, plan="gpu"))
+    alone = PlanEntry("prefill", (2, 32), (3, 3), "o", RowsPlacement((), ()))
+    llm = host_llm(folder, plan=structs.replace(plan, entries=(alone, *plan.entries)), sync="sleep_poll")
+    waits = [step for step in steps_of(llm, "prefill", 20) if step.wait]
+    layers_of: dict[tuple[str, Any], list[int | None]] = {}
+    for step in waits:
+        layers_of.setdefault((step.operator, step.run.__self__), []).append(step.layer)
+    shared = {operator: [] for operator, _ in layers_of}
+    for (operator, _), layers in layers_of.items():
+        shared[operator].append(layers)
+    assert shared == {
+        "qkv": [[0], [1, 2, 3, 4, 5]],
+        "o": [[0, 1, 2, 4, 5]],
+        "gate_up": [[0, 1, 2, 4, 5], [3]],
+        "down": [[0, 1, 2, 3, 4, 5]],
+    }
     llm.session().prefill(list(range(20)))
-    assert all(wait.prediction.mean_us >= 0 for wait in own)
+    assert all(fence.prediction.mean_us >= 0 for _, fence in layers_of)
 
 
 def test_a_new_length_finds_nothing_out(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

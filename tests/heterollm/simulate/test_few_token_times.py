@@ -19,7 +19,7 @@ from heterollm.solver import PlanRequest
 
 MODEL, SOC = "tinyllama-1.1b", "sim:snapdragon-8gen3"
 LENGTHS = (1, 2, 3, 5, 8, 16)
-TOLERANCE = 0.04
+TOLERANCE = 0.06  # 16 tokens: two kernels meet between those at which splits are measured
 
 
 @pytest.fixture(scope="module")
