@@ -27,9 +27,6 @@ FLOAT_BYTES: Final = 2
 TILE_TOKENS: Final = 32
 """Of a kernel that unpacks in its tiles, which computes whole tiles."""
 
-ROUNDED: Final = 1e-6
-"""Part of a tile that is no token but a rounding of the weights of experts."""
-
 
 @dataclass(frozen=True, slots=True)
 class GpuTime:
@@ -122,9 +119,11 @@ def _prepared(soc: SocParameters, work: GpuWork, moved_bytes: float, memory_us: 
 def _whole_tiles(work: GpuWork) -> float:
     """Return the products of a kernel that computes whole tiles, by the products that it is asked for.
 
-    A mixture's experts have tiles of their own: what counts is the rows of one of them, the mean.
+    A mixture's experts have tiles of their own, one at least. What is known of them is their mean rows, which
+    say nothing of their last tiles.
     """
     if not work.weights:
         return 1.0
     tokens = work.flops / (2 * work.weights)
-    return math.ceil(tokens / TILE_TOKENS - ROUNDED) * TILE_TOKENS / tokens
+    tiles = tokens / TILE_TOKENS
+    return (math.ceil(tiles) if tokens == work.tokens else max(1.0, tiles)) / tiles
