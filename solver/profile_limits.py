@@ -14,8 +14,9 @@ from heterollm.kernels.npu import (
     TILE_OF_INTEGERS,
     GraphForm,
 )
-from heterollm.kernels.ops import OpSpec, WeightFormat
+from heterollm.kernels.ops import Activation, OpSpec, WeightFormat
 from heterollm.profiler.records import LinearKey, Profile
+from heterollm.profiler.work import FFN_ACTIVATION
 from heterollm.solver.candidates import NpuLimits
 
 K_SPLIT_FFNS: Final[tuple[GraphForm, ...]] = ("ffn_k_chunked", "ffn_k_chunked_int8")
@@ -28,7 +29,9 @@ _Size: TypeAlias = tuple[int, int, bool]
 """Inputs, tokens, and whether ``down`` of an ffn is too wide for a graph without a k-split."""
 
 
-def limits_of(profile: Profile, *, calibrated: bool = False) -> NpuLimits | None:
+def limits_of(
+    profile: Profile, *, calibrated: bool = False, activation: Activation = FFN_ACTIVATION
+) -> NpuLimits | None:
     """Return the limits of the profiled device's NPU; None without an NPU.
 
     A form is legal for a group or an ffn at a length if it was measured there; for other sizes, if it was
@@ -38,6 +41,7 @@ def limits_of(profile: Profile, *, calibrated: bool = False) -> NpuLimits | None
         profile: The profile.
         calibrated: Whether the model has calibrated ranges, so that integer forms may compute weights with
             stepped scales, or with one for a tensor.
+        activation: Activation of the model's feed-forward networks: integer graphs have the measured one.
 
     Raises:
         ProfileError: The description of the device lacks its standard lengths.
@@ -52,18 +56,20 @@ def limits_of(profile: Profile, *, calibrated: bool = False) -> NpuLimits | None
             f"{lengths!r:.80}, row alignment {alignment!r:.80}.",
             fix="Run `heterollm profile` again.",
         )
-    return NpuLimits(tuple(lengths), alignment, _MeasuredForms.of(profile, calibrated=calibrated).legal)
+    forms = _MeasuredForms.of(profile, calibrated, activation)
+    return NpuLimits(tuple(lengths), alignment, forms.legal)
 
 
 @dataclass(frozen=True)
 class _MeasuredForms:
-    """The forms that were measured, by formats and sizes, and whether the model has calibrated ranges."""
+    """The forms that were measured, by formats and sizes, and what decides which of them a model can have."""
 
     measured: Mapping[_Formats, Mapping[_Size, frozenset[str]]]
     calibrated: bool
+    activation: Activation
 
     @classmethod
-    def of(cls, profile: Profile, *, calibrated: bool) -> _MeasuredForms:
+    def of(cls, profile: Profile, calibrated: bool, activation: Activation) -> _MeasuredForms:
         measured: dict[_Formats, dict[_Size, frozenset[str]]] = {}
         for key, _ in profile.of_kind(LinearKey):
             if key.processor == "npu":
@@ -73,7 +79,7 @@ class _MeasuredForms:
                 size = point.columns, point.tokens, point.is_ffn and point.member_rows[0] > K_SPLIT_COLUMNS
                 sizes = measured.setdefault(formats, {})
                 sizes[size] = sizes.get(size, frozenset()) | {point.form}
-        return cls(measured, calibrated)
+        return cls(measured, calibrated, activation)
 
     def legal(self, spec: OpSpec, length: int) -> tuple[str, ...]:
         """Return the legal forms of a group, or of a shard of an ffn, at a length."""
@@ -86,8 +92,8 @@ class _MeasuredForms:
         # Where only wide ffns were measured, their forms serve narrow ones too, except for k-splits.
         left_out: set[str] = set() if wide else set(K_SPLIT_FFNS)
         found = found & FUSED_FORMS if spec.fused else found
-        ungated = is_ffn and len(spec.members) == 1
-        if not self.calibrated or spec.weight.scales == "free" or ungated:
+        other = is_ffn and (len(spec.members) == 1 or self.activation != FFN_ACTIVATION)
+        if not self.calibrated or spec.weight.scales == "free" or other:
             left_out |= INTEGER_FORMS
         if one_scale:
             # Where the ranges of a layer have 16 bits, ``integer`` takes its place.

@@ -100,7 +100,8 @@ class ProfiledModel:
     @cached_property
     def limits(self) -> NpuLimits | None:
         """Limits of the NPU; None without an NPU."""
-        return limits_of(self.profile, calibrated=self.calibration is not None)
+        calibrated, activation = self.calibration is not None, self.config.activation
+        return limits_of(self.profile, calibrated=calibrated, activation=activation)
 
     @cached_property
     def has_ffn(self) -> bool:

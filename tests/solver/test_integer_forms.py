@@ -141,3 +141,9 @@ def test_other_forms_are_padded_as_before() -> None:
     lengths = {(one.form, one.npu_lengths) for one in candidates(GATE_UP, 20, limits) if one.npu_lengths}
     assert ("tiles", (64,)) not in lengths
     assert ("plain", (32,)) in lengths
+
+
+def test_integer_ffns_have_the_measured_activation_alone() -> None:
+    limits = limits_of(profile(), calibrated=True, activation="gelu_tanh")
+    assert limits.forms(FFN, 64) == ("ffn",)
+    assert "integer" in limits.forms(GATE_UP, 64)
