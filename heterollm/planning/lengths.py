@@ -118,8 +118,8 @@ def choose(
     """Return the standard lengths that are worth building for some prompts.
 
     Every set is tried with the resident slices of a plan of all lengths, and the build time counts the slices
-    that each length runs in that plan. If the plan of the chosen set takes longer to build than the budget, a
-    smaller set is chosen.
+    that each length runs in that plan. If the plan of the chosen set takes longer to build than the budget,
+    its build times count from then on, and a set is chosen again.
 
     Args:
         solver: The solver with all lengths.
@@ -137,17 +137,20 @@ def choose(
     limits, passes = solver.limits, pass_weights(histogram, solver.chunk_length)
     labels = {"device": device, "precision": precision}
 
-    def of(lengths: Sequence[int]) -> LengthUse:
+    def of(lengths: Sequence[int]) -> tuple[LengthUse, Plan, Slices]:
         own = replace(solver, limits=replace(limits, standard_lengths=tuple(lengths)))
-        return _use(*own.solve(**labels, weights=histogram), own, passes, builds)
+        plan, slices = own.solve(**labels, weights=histogram)
+        return _use(plan, slices, own, passes, builds), plan, slices
+
+    def by_length_us(plan: Plan) -> dict[int, float]:
+        return {length: _built_us(plan, solver, builds, (length,))[1] for length in offered}
 
     offered = limits.standard_lengths
-    plan, slices = solver.solve(**labels, weights=histogram)
-    every = _use(plan, slices, solver, passes, builds)
+    every, plan, slices = of(offered)
     widest = next((length for length in offered if length >= max(passes, default=1)), max(offered))
-    single = of(sorted({1, widest} & set(offered)))
+    single, _, _ = of(sorted({1, widest} & set(offered)))
     remembered = replace(solver, costs=CachedCosts(solver.costs))
-    by_length = {length: _built_us(plan, solver, builds, (length,))[1] for length in offered}
+    builds_us = by_length_us(plan)
 
     def time_us(tokens: int, lengths: tuple[int, ...]) -> float:
         own = replace(remembered, limits=replace(limits, standard_lengths=lengths))
@@ -157,16 +160,15 @@ def choose(
             return math.inf
 
     def build_us(length: int) -> float:
-        return 0.0 if builds.free else by_length[length]
+        return 0.0 if builds.free else builds_us[length]
 
-    left_us = budget_us
     while True:
-        lengths = choose_lengths(passes, offered, build_us, time_us, left_us)
-        chosen = of(lengths)
-        if chosen.build_us <= budget_us or builds.free or not lengths:
+        lengths = choose_lengths(passes, offered, build_us, time_us, budget_us)
+        chosen, own, _ = of(lengths)
+        if chosen.build_us <= budget_us or builds.free:
             return LengthChoice(chosen, every, single, budget_us)
-        # At least one length less.
-        left_us = 0.999 * min(left_us, sum(map(build_us, lengths)))
+        # Where a plan with fewer lengths runs more graphs of one, this set has become too dear.
+        builds_us = {length: max(builds_us[length], own_us) for length, own_us in by_length_us(own).items()}
 
 
 def _use(
