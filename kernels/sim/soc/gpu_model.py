@@ -117,10 +117,10 @@ def _prepared(soc: SocParameters, work: GpuWork, moved_bytes: float, memory_us: 
 
 
 def _whole_tiles(work: GpuWork) -> float:
-    """Return the products of a kernel that computes whole tiles, by the products that it is asked for.
+    """Return the tiles that a kernel computes, all of them whole, over the tiles of its tokens.
 
-    A mixture's experts have tiles of their own, one at least. What is known of them is their mean rows, which
-    say nothing of their last tiles.
+    Each expert of a mixture has at least one. Only the mean rows of experts are known here, which say nothing
+    of their last tiles.
     """
     if not work.weights:
         return 1.0
