@@ -53,10 +53,10 @@ static inline float sum_of(__local const float4 *values) {
 #endif
 
 #ifdef CODE_BITS
-// Round the work-group's values; `first` is the output of the first one.
+// Round the work-group's values, of which so many are valid; `first` is the output of the first one.
 #define ROUND_VALUES(first, valid)                                                                           \
   barrier(CLK_LOCAL_MEM_FENCE);                                                                              \
-  if (part == 0 && row * CODE_BLOCK < (valid))                                                               \
+  if (part == 0 && row < ROWS / CODE_BLOCK && (int)(row * CODE_BLOCK) < (valid))                             \
     round_block((__local const float *)values + row * CODE_BLOCK, codes + (first) + row * CODE_BLOCK,        \
                 code_blocks + (first) / CODE_BLOCK + row, CODE_BLOCK);
 #else
