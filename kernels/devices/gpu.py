@@ -6,8 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import to_builtins
 
-from heterollm.base import DeviceError, see
+from heterollm.base import DeviceError, KeptResult, see
 from heterollm.kernels.devices.kind import Opening
 from heterollm.kernels.devices.runtimes import opencl_devices
 from heterollm.kernels.formats import linear_errors
@@ -76,6 +77,29 @@ def self_test(runtime: OpenClRuntime) -> None:
             f"{runtime.traits.name!r} computes a linear layer wrongly (NMSE {errors.nmse:.1e}).",
             fix="Update the GPU driver. " + see("a-part-computes-wrong-numbers"),
         )
+
+
+def check_endings(runtime: OpenClRuntime, activations: np.dtype[Any], cache: np.dtype[Any]) -> None:
+    """Let linear layers compute the operators behind them only if they do so rightly.
+
+    Each kind of weights is checked against exact results, once for a driver and the tuned parameters.
+
+    Args:
+        runtime: The GPU.
+        activations: Type of inputs and outputs.
+        cache: Type of keys and values.
+    """
+    # As for variants: this project's tests cover PoCL.
+    if not (runtime.has_endings and runtime.tests_kernels):
+        return
+    from heterollm.kernels.gpu import GlueKernels
+    from heterollm.kernels.operators import wrong_ending
+
+    tuned = [f"{shape}: {runtime.tuning.parameters(shape)}" for shape in runtime.tuning.table.tuned]
+    key = to_builtins(runtime.traits.identity()), str(activations), str(cache), sorted(tuned)
+    kept = KeptResult("opencl", "endings", key, str)
+    if reason := kept.load(lambda: wrong_ending(GlueKernels(runtime, activations, cache))):
+        runtime.refuse_endings(reason)
 
 
 def cpu_device(split: ThreadSplit | None = None) -> tuple[str, Any]:

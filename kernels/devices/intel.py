@@ -20,9 +20,10 @@ def open_intel(wanted: Opening) -> Device:
     chosen, _ = find_gpus(wanted.split, VENDOR)
     runtime = gpu.open_gpu(chosen, wanted)
     gpu.self_test(runtime)
+    half = np.dtype(np.float16)
+    gpu.check_endings(runtime, half, half)
     if npu is not None:
         npu.self_test()
-    half = np.dtype(np.float16)
     return Device("intel", runtime, npu, ThreadSplit((), ()), half, half, "real", keeper=npu)
 
 

@@ -24,10 +24,11 @@ def open_opencl(wanted: Opening) -> Device:
     chosen, _ = find_gpus(wanted.split)
     runtime = gpu.open_gpu(chosen, wanted)
     gpu.self_test(runtime)
+    float32, float16 = np.dtype(np.float32), np.dtype(np.float16)
+    gpu.check_endings(runtime, float32, float16)
     from heterollm.kernels.npu import HostNpu
 
     npu = HostNpu(threads=len(npu_cores)) if npu_cores else None
-    float32, float16 = np.dtype(np.float32), np.dtype(np.float16)
     return Device(*("opencl", runtime, npu, ThreadSplit((), npu_cores), float32, float16, "real"), keeper=npu)
 
 

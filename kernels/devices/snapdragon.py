@@ -27,6 +27,7 @@ def open_snapdragon(wanted: Opening) -> Device:
     with on_cores(biggest_cores()):
         runtime = gpu.open_gpu(chosen, wanted, power)
         gpu.self_test(runtime)
+        gpu.check_endings(runtime, half, half)
         if not with_npu:
             return Device("snapdragon", runtime, None, ThreadSplit((), ()), half, half, "real", power=power)
         from heterollm.kernels.npu import QnnNpu, chosen_context_layers

@@ -124,6 +124,7 @@ class OpenClRuntime:
         except OpenClError as error:
             raise DeviceError(f"Cannot open the OpenCL device {self.traits.name!r}: {error}.") from error
         self.variants = VariantRecord(self.traits.name)
+        self._endings_fail = False
         self.tuning = DeviceTuning(self.traits.identity(self.target))
         # This project's tests cover PoCL; other compilers are tested on the device.
         self.tests_kernels = self.traits.platform != POCL_NAME
@@ -387,8 +388,13 @@ class OpenClRuntime:
 
     @property
     def has_endings(self) -> bool:
-        """Whether linear layers of one token compute the operators around them: on GPUs."""
-        return not self.traits.is_cpu
+        """Whether linear layers of one token compute the operators around them: on GPUs where they can."""
+        return not (self.traits.is_cpu or self._endings_fail)
+
+    def refuse_endings(self, reason: str) -> None:
+        """Give the operators around linear layers launches of their own from now on, for a reason."""
+        self._endings_fail = True
+        self.variants.note(f"{self.traits.name} launches operators behind linear layers singly: {reason}")
 
     @functools.cached_property
     def map_queue(self) -> cl.CommandQueue | None:
@@ -410,9 +416,10 @@ class OpenClRuntime:
 
     def profiling_twin(self) -> OpenClRuntime:
         """Return another runtime on the same device with stamped events."""
-        return OpenClRuntime(
-            self._device, profiling=True, shared_memory=self.shared_memory, power=self._power
-        )
+        options: dict[str, Any] = {"shared_memory": self.shared_memory, "power": self._power}
+        twin = OpenClRuntime(self._device, profiling=True, **options)
+        twin._endings_fail = self._endings_fail
+        return twin
 
     def copy(self, target: Any, source: Any, *, offset_bytes: int = 0) -> None:  # noqa: ANN401 - a buffer and an array, either way
         """Copy between host and device memory, and wait; see :class:`GpuRuntime`.

@@ -73,7 +73,7 @@ class VariantRecord:
         device: Name of the device, for the notes.
 
     Attributes:
-        notes: One sentence for each rejected variant, with the reason.
+        notes: One sentence for each rejected variant, and for other kernels that fail, with the reason.
     """
 
     def __init__(self, device: str) -> None:
@@ -89,8 +89,12 @@ class VariantRecord:
             return
         self._broken[what, variant] = error
         reason = error.message.splitlines()[0]
-        self.notes.append(f"{self._device} cannot use the {variant} kernel for {what}: {reason}")
-        logger.warning("%s", self.notes[-1])
+        self.note(f"{self._device} cannot use the {variant} kernel for {what}: {reason}")
+
+    def note(self, text: str) -> None:
+        """Keep and log a note."""
+        self.notes.append(text)
+        logger.warning("%s", text)
 
     def first(
         self,

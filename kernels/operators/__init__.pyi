@@ -6,6 +6,7 @@ from .data import run_launches as run_launches
 from .delta_net import apply_delta_rule as apply_delta_rule
 from .delta_net import convolve_inputs as convolve_inputs
 from .embedding import add_positions as add_positions
+from .endings import wrong_ending as wrong_ending
 from .experts import GpuExperts as GpuExperts
 from .gate_cutoff import find_cutoffs as find_cutoffs
 from .gated_activation import ExpertBiases as ExpertBiases

@@ -34,10 +34,10 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Segments,
     SharedArray,
+    code_bytes,
     head_elements,
     page_elements,
     pages_of,
-    scratch_codes,
 )
 from heterollm.kernels.ops import Join, WeightFormat
 
@@ -177,6 +177,7 @@ class Data:
 
     Attributes:
         values: The inputs, as the oracle reads them.
+        given: The output of a linear that runs before the operator; None for random numbers.
     """
 
     def __init__(self, on: GlueKernels, generator: np.random.Generator) -> None:
@@ -185,6 +186,7 @@ class Data:
         self.values: dict[str, NDArray[Any]] = {}
         self._outputs: dict[str, Callable[[], NDArray[Any]]] = {}
         self._pages = np.empty(0, np.int32)
+        self.given: Segments | None = None
 
     def put(self, name: str, values: NDArray[Any]) -> SharedArray:
         """Return memory with these values, which a kernel may change in place."""
@@ -217,6 +219,8 @@ class Data:
         self, tokens: int, rows: tuple[int, ...], splits: tuple[int, ...], join: Join, scale: float = 1.0
     ) -> Segments:
         """Return the output of a group of linears, whose sum or concatenation is named ``linear``."""
+        if self.given is not None:
+            return self.given
         shape = (tokens, sum(rows))
         values, added = ((self._generator.standard_normal(shape) * scale).astype(self.dtype) for _ in "ab")
         if join == "sum":
@@ -274,7 +278,20 @@ class Data:
 
     def int8(self, weight: WeightFormat | None, tokens: int, columns: int) -> RoundedInputs | None:
         """Return memory for the int8 codes that a linear of that format reads, if there is one."""
-        return None if weight is None else scratch_codes(self._gpu, weight, tokens, columns)
+        if weight is None:
+            return None
+        sizes = code_bytes(tokens, columns, weight.block)
+        codes = self.output("int8 codes", sizes[0], dtype=np.uint8)
+        blocks = self.output("int8 blocks", sizes[1], dtype=np.uint8)
+        return RoundedInputs(codes, blocks, weight.bits, weight.block)
+
+    def rounded(self, weight: WeightFormat, tokens: int, columns: int) -> NDArray[np.float32]:
+        """Return the values ``[tokens, columns]`` of the codes in that memory."""
+        codes = self.read("int8 codes").view(np.int8)[: tokens * columns]
+        if weight.bits == 4:
+            codes = codes.reshape(-1, 2, 4).swapaxes(1, 2)
+        scales = self.read("int8 blocks").view(np.float32).reshape(-1, 2)[: codes.size // weight.block, :1]
+        return (codes.reshape(-1, weight.block) * scales).reshape(tokens, columns)
 
     def codes(self, grid: CodeGrid, tokens: int, columns: int) -> NpuCodes:
         """Return memory for the codes of an NPU graph, whose outputs are its inputs."""

@@ -177,7 +177,8 @@ def test_a_snapdragon_opens_on_big_cores(cores, monkeypatch):
     pinned, opened = cores(EIGHT_GEN_3), []
     monkeypatch.setattr(snapdragon, "opencl_devices", lambda split: [("QUALCOMM", fake_adreno())])
     monkeypatch.setattr("heterollm.kernels.devices.software.require_qnn", lambda *, emulator: "")
-    monkeypatch.setattr(gpu, "self_test", lambda runtime: None)
+    for test in ("self_test", "check_endings"):
+        monkeypatch.setattr(gpu, test, lambda *_: None)
     power = SimpleNamespace(wake=lambda: opened.append("wake"))
 
     def part(name):

@@ -1,6 +1,6 @@
 """Linear layers that compute the operators around them, in decode passes of a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.gpu import OpenClRuntime, runtime
+from heterollm.kernels.gpu.sources import read_sources
 from heterollm.llm import LLM
 
 FIVE = ["qkv", "attention", "o", "gate_up", "down"]
@@ -100,3 +101,27 @@ def test_a_layer_has_five_kernels(
         session.prefill(ids[:10])
         errors.append(np.square(np.stack([*map(session.decode, ids[10:])]) - exact).mean())
     assert errors[0] < 1.5 * errors[1]
+
+
+def test_a_broken_ending_leaves_the_operators_to_their_own_kernels(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Opening a GPU of an untested driver finds it out, and the model says so."""
+
+    def broken(files: Sequence[str]) -> str:
+        return read_sources(files).replace("sum_of(values);", "2.0f * sum_of(values);")
+
+    untested = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr(OpenClRuntime, "tests_kernels", untested, raising=False)
+    ids, found = [5, 6, 7], []
+    for reads in (read_sources, broken):
+        monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / reads.__name__))
+        monkeypatch.setattr(runtime, "read_sources", reads)
+        llm = load("llama", HEADS | {"head_dim": 32})
+        session = llm.session()
+        session.prefill(ids)
+        found.append(session.decode(8))
+        assert len(kernels(llm, 1)) == (9 if reads is broken else 5)
+        notes = [note for note in llm.notes if "launches operators behind linear layers singly" in note]
+        assert len(notes) == (reads is broken)
+    assert np.abs(found[0] - found[1]).max() < 1e-4

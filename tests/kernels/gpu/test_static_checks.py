@@ -40,7 +40,6 @@ from heterollm.kernels.gpu import (
     KvLayer,
     NpuCodes,
     OpenClRuntime,
-    Rotation,
     RoundedInputs,
     Scores,
     Segments,
@@ -51,7 +50,6 @@ from heterollm.kernels.gpu import (
     Variant,
     code_bytes,
     default_parameters,
-    groups_of,
     list_opencl_devices,
     page_elements,
     pages_of,
@@ -63,6 +61,7 @@ from heterollm.kernels.operators.attention import AttentionCase, attend
 from heterollm.kernels.operators.data import Data, fill_slot
 from heterollm.kernels.operators.delta_net import DeltaCase
 from heterollm.kernels.operators.embedding import PositionsCase
+from heterollm.kernels.operators.endings import EndingCase
 from heterollm.kernels.operators.experts import GpuExperts
 from heterollm.kernels.operators.gate_cutoff import CutoffCase
 from heterollm.kernels.operators.gated_activation import GatedCase, activate
@@ -73,7 +72,7 @@ from heterollm.kernels.operators.npu_codes import read_codes, write_codes
 from heterollm.kernels.operators.operator import OperatorCase
 from heterollm.kernels.operators.outliers import OutlierCase
 from heterollm.kernels.operators.output_gate import OutputGateCase
-from heterollm.kernels.operators.rope import RopeCase, rope_and_store
+from heterollm.kernels.operators.rope import RopeCase
 from heterollm.kernels.operators.short_conv import ShortConvCase
 from heterollm.kernels.operators.sparse_attention import SparseCase, SparsePass
 from heterollm.kernels.operators.streams import StreamsCase
@@ -426,48 +425,6 @@ def range_launches(runtime: OpenClRuntime) -> Iterator[None]:
         yield from exact_launches(runtime, case, (1, 5, 9), np.float32)
 
 
-def ending_launches(runtime: OpenClRuntime) -> Iterator[None]:
-    """Linear layers of one token with the operators around them, whose numbers test_endings.py checks."""
-    OpenClRuntime.has_endings = True
-    heads = HeadShape(2, 1, 32, 67)
-    for dtype, rounds in ((np.float32, False), (np.float16, True)):
-        layers = GlueKernels(runtime, dtype, dtype, style="simt")
-        x, residual, y, out = (runtime.shared((1, 192), kind) for kind in (dtype, np.float32, dtype, dtype))
-        cache, step = runtime.shared((2, 4096), dtype), runtime.shared((STEP_WORDS + 2,), np.int32)
-        step.array[[STEP_LENGTH, STEP_POSITION]] = 1, 3
-        query, floats = runtime.shared((1, 64), np.float32), runtime.upload(np.ones(67 * 96, np.float32))
-        codes = [runtime.shared((size,), np.uint8) for size in code_bytes(1, 96, 16)]
-        rounded = RoundedInputs(*codes, 4, 16) if rounds else None
-        inputs = [runtime.shared((size,), np.uint8) for size in code_bytes(1, 96, 16)]
-        read = RoundedInputs(*inputs, 4, 16) if rounds else None
-        for rows in ((96,), (96, 96), (64, 32, 32)):
-            case = LinearCase(WeightFormat(4, 16), rows, 96, 1, integer_inputs=rounds)
-            packed = GpuLinear.pack(
-                runtime, case.data(dtype)[0], activation_dtype=dtype, integer_inputs=rounds
-            )
-            segments = Segments(y, y, rows, (0,) * len(rows))
-            one = {"tokens": 1}
-            if len(rows) == 1:
-                one |= {"delta": segments, "rounded": rounded, "bias": floats, "epsilon": 1e-5}
-                ended = rms_norm(layers, residual, floats, out, hidden=96, **one)
-            elif len(rows) == 2:
-                ended = activate(layers, segments, out, intermediate=96, rounded=rounded, **one)
-            else:
-                rotation = Rotation(floats, floats, 32, floats, 1e-5)
-                kv = KvLayer(cache, STEP_WORDS)
-                ended = rope_and_store(
-                    layers, segments, floats, query, kv, step, shape=heads, rotation=rotation, **one
-                )
-            launch = packed.launch(x, y, tokens=1, style="simt", rounded=read, label="ended")
-            if len(rows) == 1:
-                groups = groups_of(launch)
-                handed = ended.ending.handed(groups)
-                launch.remade(None, ended.ending)()
-            else:
-                launch.remade(handed, ended.ending)()
-            yield
-
-
 def variant_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """Weights as images, and attention whose neighbours read the keys of each other."""
     for bits, tokens, rounds in ((4, 1, False), (8, 9, False), (4, 5, True)):
@@ -597,14 +554,35 @@ OPERATORS = (
     OutlierCase(6, 600, (21, 9, 9), (16, 8, 0), 25, 9, covered=5),
     OutlierCase(35, 64, (24,), (24,), 25, 9),
 )
+HEADS = HeadShape(2, 1, 32, 69)
+INT4, K_QUANT = WeightFormat(4, 16, symmetric=False), WeightFormat(8, 16, symmetric=False, minimum=True)
+ENDINGS_OF_CODES = (
+    EndingCase(NormCase(1, 144, 0), 1024, INT4, integer_inputs=True),
+    EndingCase(GatedCase(1, 80, (0, 0)), 512, INT4, integer_inputs=True, normed=True),
+    EndingCase(GatedCase(1, 144, (0,), biased=True), 1024, K_QUANT, integer_inputs=True),
+    EndingCase(RopeCase(1, 66, HEADS, (0, 0, 0)), 48, INT4, integer_inputs=True, normed=True),
+)
+ENDED_CASES = (
+    *(EndingCase(NormCase(1, rows, 0, biased=rows > 1), 512, INT4) for rows in (1, 70)),
+    EndingCase(GatedCase(1, 70, (0, 0), activation="gelu_tanh", biased=True), 512, INT4, normed=True),
+    EndingCase(GatedCase(1, 1, (0,), activation="relu_squared"), 48, WeightFormat(16)),
+    EndingCase(RopeCase(1, 66, HEADS, (0, 0, 0), rotary=12, biased=True), 48, K_QUANT),
+    EndingCase(
+        RopeCase(1, 66, HeadShape(2, 1, 128, 69), (0, 0, 0), normed=True), 48, WeightFormat(32), normed=True
+    ),
+    *ENDINGS_OF_CODES,
+)
 CODE_CACHE = (TURNED, *(AttentionCase(3, 66, ODD, parts=parts) for parts in (1, 2)))
 
 
 def case_launches(
-    runtime: OpenClRuntime, cases: tuple[OperatorCase, ...] = OPERATORS, kv_dtype: np.dtype | None = None
+    runtime: OpenClRuntime,
+    cases: tuple[OperatorCase, ...] = OPERATORS,
+    kv_dtype: np.dtype | None = None,
+    styles: tuple[KernelStyle, ...] = ("vector", "simt"),
 ) -> Iterator[None]:
     """Every kernel between the linear layers in each style and type."""
-    for style, dtype in itertools.product(("vector", "simt"), (np.float32, np.float16)):
+    for style, dtype in itertools.product(styles, (np.float32, np.float16)):
         kernels = GlueKernels(runtime, dtype, dtype if kv_dtype is None else kv_dtype, style=style)
         for case in cases:
             data = ExactData(kernels, np.random.default_rng(0))
@@ -618,6 +596,15 @@ def case_launches(
                     numbers = (part.reshape(-1, width) for part in (data.read(name), exact))
                     gate = "fp32" if dtype == np.float32 else "fp16"
                     assert linear_errors(*numbers).within(gate), (case, style, dtype, name)
+
+
+def ending_launches(runtime: OpenClRuntime) -> Iterator[None]:
+    """Linear layers that compute the operator behind them, with whole row tiles and with divided ones."""
+    OpenClRuntime.has_endings = True
+    for units in (1, 132):
+        runtime.traits = replace(runtime.traits, compute_units=units)
+        yield from case_launches(runtime, ENDED_CASES, styles=("simt",))
+    yield from case_launches(runtime, ENDED_CASES[4:6], KV_CODES, ("simt",))
 
 
 def rounding_launches(runtime: OpenClRuntime) -> Iterator[None]:
