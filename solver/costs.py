@@ -6,7 +6,8 @@ The time of a split group is ``max(T_gpu(shard), T_npu(shard)) + T_sync`` (Heter
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from heterollm.kernels.ops import OpSpec
@@ -63,6 +64,8 @@ class Overheads:
             only where the NPU was free for that long.
         merges_launches: Whether a pass of one token is one launch, so that submitting is never slower than
             computing.
+        endings: Groups whose first operator before them the linear layer before that computes in a pass of
+            one token, by place, with the rows from which it does.
     """
 
     hand_over_us: float = 0.0
@@ -74,6 +77,7 @@ class Overheads:
     submit_us: float = math.inf
     hidden_us: float = 0.0
     merges_launches: bool = True
+    endings: Mapping[str, float] = field(default_factory=dict)
 
     def mapping_us(self, values: int) -> float:
         """Return the time to map, and that to unmap, an input and an output of so many values together."""

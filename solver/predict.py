@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
@@ -17,7 +17,7 @@ from heterollm.solver.objective import Objective
 from heterollm.solver.options import Option, evaluate
 from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
-from heterollm.solver.submissions import LayerGroup, layer_us, submits_singly
+from heterollm.solver.submissions import LayerGroup, kernels_before_us, layer_us, submits_singly
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,8 @@ def predict_pass(
         body = operators(kind.specs, tokens)
         if body is None:
             return None
+        if submits_singly(tokens, costs.overheads):
+            body = _as_submitted(body, costs)
         decisions = [(item.spec, item.option.placement) for item in body]
         layer_us = layer_time_us(decisions, tokens, costs, kind.name)
         mixture_us = sum(costs.mixture_us(tokens, kind.name))
@@ -173,6 +175,15 @@ def predict_pass(
     if len(mixed) > 1:
         experts_us = sum(kind.layers * kind.mixture_us for kind in mixed) / sum(kind.layers for kind in mixed)
     return PredictedPass(phase, tokens, tuple(kinds), next(iter(heads), None), time_us, experts_us=experts_us)
+
+
+def _as_submitted(body: Sequence[PredictedOperator], costs: Costs) -> list[PredictedOperator]:
+    """Return the operators of a layer without the time of those that linear layers compute."""
+    groups = [LayerGroup.of(item.spec, (), costs) for item in body]
+    launched = kernels_before_us(groups, [item.option.placement for item in body], costs.overheads)
+    gone_us = [sum(group.before_us) - sum(own) for group, own in zip(groups, launched, strict=True)]
+    pairs = zip(body, gone_us, strict=True)
+    return [replace(item, between_us=item.between_us - own_us) for item, own_us in pairs]
 
 
 def layer_cost(

@@ -14,6 +14,7 @@ from heterollm.kernels.operators import Form, name_in_profiles
 from heterollm.kernels.ops import STREAM_NORM, GraphMemory, OpSpec
 from heterollm.model import ModelShape
 from heterollm.profiler.measure import (
+    ENDING_ROWS,
     SUBMISSIONS,
     layer_key,
 )
@@ -70,7 +71,9 @@ class ProfileCosts:
     ) -> None:
         self._shadows = shadows or {}
         self._kernels = _kernels_of_operators(profile)
-        self.overheads = replace(overheads_of(profile), merges_launches=not self._kernels)
+        self.overheads = replace(
+            overheads_of(profile), merges_launches=not self._kernels, endings=dict(_endings(profile, shape))
+        )
         self.position = position
         self._predictor = predictor or fitted_predictor(profile)
         self._shape = shape
@@ -245,6 +248,16 @@ class ProfileCosts:
             return self._predictor.predict_us(point, processor).us
         except ProfileError:
             return math.inf
+
+
+def _endings(profile: Profile, shape: ModelShape) -> Iterator[tuple[str, float]]:
+    """Yield the items of :attr:`heterollm.solver.costs.Overheads.endings`."""
+    for spec in shape.layer:
+        if spec.before and spec.before[0] in shape.endings:
+            key = layer_key(shape.of_kind(spec.kind), spec.before[0], 1, width=spec.columns)
+            record = profile.records.get(key)
+            if record is not None and ENDING_ROWS in record.values:
+                yield spec.place, record.values[ENDING_ROWS]
 
 
 def _kernels_of_operators(profile: Profile) -> dict[str, int]:

@@ -20,6 +20,7 @@ from heterollm.solver.costs import Costs, Overheads
 from heterollm.solver.ffn import entry_group, ffn_groups
 from heterollm.solver.objective import Objective
 from heterollm.solver.options import UNSURE_FRACTION, Option
+from heterollm.solver.placements import Placement
 
 MOST_LAYERS: Final = 16
 """Layers to simulate until they repeat; without repetition the mean of the later half counts."""
@@ -124,6 +125,23 @@ def submits_singly(tokens: int, overheads: Overheads) -> bool:
     return tokens == 1 and not overheads.merges_launches and math.isfinite(overheads.submit_us)
 
 
+def kernels_before_us(
+    groups: Sequence[LayerGroup], placements: Sequence[Placement], overheads: Overheads
+) -> list[Sequence[float]]:
+    """Return the time of each of the GPU's kernels before each group of a layer in the middle of a pass.
+
+    A linear layer that the GPU has whole may compute the operator behind it, a norm only for another one.
+    """
+    specs = [group.spec for group in groups]
+    own = [(spec, not one.npu_lengths) for spec, one in zip(specs, placements, strict=True)]
+    found = []
+    for group, (before, follows), (spec, is_whole) in zip(groups, [*own[-1:], *own], own, strict=False):
+        least_rows = overheads.endings.get(spec.place, math.inf) if before.then is None else math.inf
+        ended = follows and before.rows >= least_rows and (is_whole or not spec.follows_norm)
+        found.append(group.before_us[1:] if ended else group.before_us)
+    return found
+
+
 def layer_us(
     groups: Sequence[LayerGroup],
     chosen: Sequence[Option],
@@ -140,18 +158,19 @@ def layer_us(
     """
     timeline = _Timeline(overheads)
     half_us = end_us = ahead_us = 0.0
+    launched_us = kernels_before_us(groups, [item.placement for item in chosen], overheads)
     for number in range(MOST_LAYERS):
-        for group, item in zip(groups, chosen, strict=True):
-            timeline.submit(group.before_us)
+        for group, item, before_us in zip(groups, chosen, launched_us, strict=True):
+            timeline.submit(before_us)
             timeline.compute(group, item)
         timeline.submit(mixture_us)
         if number == MOST_LAYERS // 2 - 1:
             half_us = timeline.host_us
-        before_us, end_us = end_us, max(timeline.host_us, timeline.queue_us)
+        was_us, end_us = end_us, max(timeline.host_us, timeline.queue_us)
         was_ahead_us, ahead_us = ahead_us, timeline.queue_us - timeline.host_us
         # All later layers are like this one if it ends as it began, or if the queue only grows.
         if abs(ahead_us - was_ahead_us) < EQUAL_US or (ahead_us > was_ahead_us and not timeline.refills):
-            return end_us - before_us
+            return end_us - was_us
         timeline.refills = 0
     return (timeline.host_us - half_us) / (MOST_LAYERS - MOST_LAYERS // 2)
 

@@ -196,6 +196,13 @@ class AttentionBlock(Block):
             ),
         )
 
+    @property
+    def turns_plainly(self) -> bool:
+        """Whether RoPE and norms of each head are all that happens to q and k, and nothing to v."""
+        q_and_k = self.joint_head_norms, self.norms_last, self.query_growth, self.qkv_limit
+        others = self.gated, self.value_norms, self.values_are_keys, self.kv_layer is not None
+        return not any((*q_and_k, *others))
+
     def norms(self) -> Mapping[Norm, int]:
         """Return the widths of the norms of q and k, and of that of the output."""
         inner: dict[Norm, int] = {"attention_inner": self.heads * self.head_dim} if self.inner_norm else {}

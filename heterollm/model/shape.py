@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from heterollm.base import CheckpointError
 from heterollm.kernels.ops import OpSpec, Precision, Scales, ffn_specs
-from heterollm.model.blocks import AttentionBlock
+from heterollm.model.blocks import AttentionBlock, FfnBlock, LayerStage
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_specs
 from heterollm.model.layout import HEAD_LAYER, op_specs
@@ -58,6 +58,7 @@ class ModelShape:
         vocab_size: Rows of the head.
         weight_bytes: Bytes of all weights, embedding included.
         other_heads: Query heads, key heads and their width of kinds of layers that have others.
+        endings: Operators that a GPU's linear layers of one token can compute.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ModelShape:
     vocab_size: int
     weight_bytes: int
     other_heads: tuple[tuple[str, tuple[int, int, int]], ...] = ()
+    endings: frozenset[str] = frozenset()
 
     def of_kind(self, kind: str) -> ModelShape:
         """Return the shape with the heads of a kind of layers."""
@@ -170,7 +172,26 @@ def shape_of_specs(config: ModelConfig, specs: Sequence[OpSpec], name: str) -> M
         vocab_size=config.vocab_size,
         weight_bytes=sum(kind.weight_bytes for kind in kinds) + tables * head.weight_bytes(),
         other_heads=tuple((name, own) for name, own in heads.items() if own != usual),
+        endings=frozenset(_endings(config)),
     )
+
+
+def _endings(config: ModelConfig) -> Iterator[str]:
+    """Yield the operators that lie between two linear layers in their plain form, in all layers."""
+    stages = [stage for layer in config.per_layer for stage in layer.stages]
+    blocks = [block for stage in stages for block in stage.blocks]
+    attention = [block for block in blocks if isinstance(block, AttentionBlock)]
+    networks = [block for block in blocks if isinstance(block, FfnBlock)]
+    if len(blocks) > len(attention) + len(networks):
+        return
+    is_scaled = config.centered_norms or any(layer.is_scaled for layer in config.per_layer)
+    plain = (stage.norm and stage == LayerStage(stage.norm, stage.blocks[:1]) for stage in stages)
+    if not is_scaled and all(plain):
+        yield "rms_norm"
+    if all(block.turns_plainly for block in attention):
+        yield "rope_and_store"
+    if not any(block.sparsity or block.activation == "xielu" for block in networks):
+        yield "gated_activation"
 
 
 def kinds_of(config: ModelConfig, specs: Sequence[OpSpec]) -> tuple[LayerKind, ...]:

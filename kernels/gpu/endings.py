@@ -87,6 +87,11 @@ class Ending(ABC):
         """Whether a layer can end so: whole heads and blocks of codes lie in a work-group."""
         return self.fewest_rows <= LANES
 
+    def least_rows(self, units: int) -> int:
+        """Return the rows of a layer that ends so from which each of so many compute units has work."""
+        rows = self.tiles * self.fewest_rows
+        return units * rows if rows > FEWEST_ROWS else 0
+
     def groups(self, launch: OpenClLaunch) -> int:
         """Return the most work-groups of a layer that ends so, from its launch without an ending."""
         return launch.global_size[0] // LANES // self.tiles * (LANES // self.fewest_rows)

@@ -7,6 +7,7 @@ from .drift import correct_drift as correct_drift
 from .drift import with_reference as with_reference
 from .experts import MOST_WEIGHT_BYTES as MOST_WEIGHT_BYTES
 from .experts import expert_tasks as expert_tasks
+from .layers import ENDING_ROWS as ENDING_ROWS
 from .layers import SUBMISSIONS as SUBMISSIONS
 from .layers import layer_key as layer_key
 from .layers import layer_tasks as layer_tasks

@@ -22,11 +22,14 @@ from heterollm.kernels.gpu import (
     GlueKernels,
     HeadShape,
     KvLayer,
+    Launch,
+    RoundedInputs,
     Segments,
     SharedArray,
     kernel_source_hash,
     page_elements,
     pages_of,
+    scratch_codes,
 )
 from heterollm.kernels.npu import INTEGER_FORMS, LinearShape
 from heterollm.kernels.operators import Data, Form, OperatorSizes, Point, Scope, Timed, timed_operators
@@ -43,6 +46,9 @@ from heterollm.profiler.work import HEAD_TOKENS
 
 SUBMISSIONS: Final = "submissions"
 """Name of a record's value: kernels of the operator, where a decode pass submits them one by one."""
+
+ENDING_ROWS: Final = "ending_rows"
+"""Name of a record's value: rows from which a linear layer before the operator computes it in its launch."""
 
 TOKENS: Final = (1, 32, 256, 512)
 QUICK_TOKENS: Final = (1, 256)
@@ -189,6 +195,15 @@ def _estimate_s(case: LayerCase, device: Device) -> float:
     return OVERHEAD_S + USUAL_RUNS * run_s
 
 
+class _Unsplit(Form):
+    """The form of an operator whose inputs the GPU has whole."""
+
+    __slots__ = ()
+
+    def splits(self, *rows: int) -> tuple[int, ...]:
+        return (0,) * len(rows)
+
+
 class _LayerBench:
     """Measures operators on a device, with data that they share."""
 
@@ -210,15 +225,26 @@ class _LayerBench:
         point = Point(case.shape, case.form, case.sizes, self._positions)
         try:
             launches = tuple(case.timed.case(point).launches(self._kernels, self._data))
+            separate = self._separate(case, point, launches)
         except HeteroLLMError as error:
             return Record(case.key, error=error.message)
-        separate = {} if runtime.merges_launches else {SUBMISSIONS: float(len(launches))}
         return taken(
             case.key,
             lambda: timer.time_us(launches, cold=cold),
             lambda: timer.time_us(launches),
             values=lambda: separate,
         )
+
+    def _separate(self, case: LayerCase, point: Point, launches: Sequence[Launch]) -> dict[str, float]:
+        """Return the values of a record that a decode pass of separate kernels needs."""
+        runtime = self._timer.runtime
+        found = {} if runtime.merges_launches else {SUBMISSIONS: float(len(launches))}
+        if runtime.has_endings and case.sizes.tokens == 1:
+            unsplit = case.timed.case(point._replace(form=_Unsplit(*case.form)))
+            ending = next(iter(unsplit.launches(self._kernels, self._data))).ending
+            if ending is not None and ending.suits:
+                found[ENDING_ROWS] = float(ending.least_rows(runtime.traits.compute_units))
+        return found
 
 
 class _SharedData(Data):
@@ -272,6 +298,10 @@ class _SharedData(Data):
         second = sum(rows) - (0 if join == "sum" else sum(splits))
         first = self.output("first segment", tokens, sum(splits))
         return Segments(first, self.output("second segment", tokens, second), rows, splits, join)
+
+    def int8(self, weight: WeightFormat | None, tokens: int, columns: int) -> RoundedInputs | None:
+        # Those of a pass lie in the device's own memory, too.
+        return None if weight is None else scratch_codes(self._gpu, weight, tokens, columns)
 
     def cache(
         self,

@@ -167,7 +167,8 @@ class LinearKey(
 class LayerKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown_fields=True):
     """The time of a glue operator, which runs on the GPU; sizes that it does not depend on are 0.
 
-    ``values["submissions"]`` counts its kernels, where a pass of one token submits them one by one.
+    ``values["submissions"]`` counts its kernels, where a pass of one token submits them one by one;
+    ``values["ending_rows"]`` are the rows from which a linear layer before it computes it in such a pass.
 
     Args:
         operator: Its name: a form of an operator of :mod:`heterollm.kernels.operators`.

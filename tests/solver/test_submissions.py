@@ -126,6 +126,23 @@ def test_a_short_kernel_before_a_long_one_empties_the_queue(made):
     assert short_us > even_us + BUSY.refill_us / 2
 
 
+def test_a_whole_linear_layer_spares_the_kernel_behind_it(made):
+    """A norm only between two whole layers; an operator behind a cut layer has a kernel of its own."""
+    whole, cut, free = priced(100.0), priced(60.0, 60.0), replace(BUSY, submit_us=0.0, refill_us=0.0)
+    specs = [made.spec(group, (64,)) for group in ("qkv", "o", "gate_up", "down")]
+    places = [LayerGroup(spec, [7.0, 1.0], [whole, cut], 1) for spec in specs]
+    ending = replace(free, endings={"qkv": 0, "gate_up": 0, "down": 64, "o": 65})
+
+    def spared_us(*chosen):
+        return layer_us(places, chosen, free) - layer_us(places, chosen, ending)
+
+    assert [spec.follows_norm for spec in specs] == [True, False, True, False]
+    assert spared_us(whole, whole, whole, whole) == pytest.approx(3 * 7.0)
+    assert spared_us(whole, whole, whole, cut) == pytest.approx(2 * 7.0)  # down is computed behind gate_up
+    assert spared_us(whole, whole, cut, whole) == pytest.approx(7.0)
+    assert spared_us(cut, cut, cut, cut) == 0.0
+
+
 def test_a_cut_that_empties_the_queue_is_not_taken(made, monkeypatch):
     """Its own price is lower, but behind it the control thread is late with every kernel."""
     places = [

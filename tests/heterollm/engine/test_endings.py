@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,15 @@ import numpy as np
 import pytest
 
 from heterollm.engine.slot_check import CHECK_VARIABLE
+from heterollm.kernels.devices import open_device
 from heterollm.kernels.gpu import OpenClRuntime, runtime
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.llm import LLM
+from heterollm.model import model_shape
+from heterollm.profiler.measure import layer_tasks
+from heterollm.profiler.records import Profile
+from heterollm.solver import ProfileCosts
+from heterollm.solver.submissions import LayerGroup, kernels_before_us
 
 FIVE = ["qkv", "attention", "o", "gate_up", "down"]
 HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
@@ -45,6 +52,13 @@ def kernels(llm: LLM, layer: int) -> list[str]:
         for step in steps
         if step.action == "kernel" and step.layer == layer and step.operator != "late write"
     ]
+
+
+def take_units(patch: pytest.MonkeyPatch, units: int) -> None:
+    """Give a GPU so many compute units."""
+    traits = runtime._traits
+    many = {"compute_units": units}
+    patch.setattr(runtime, "_traits", lambda *own, **named: replace(traits(*own, **named), **many))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +99,7 @@ def test_a_layer_has_five_kernels(
     """
     options = dict(options)
     if units := options.pop("units", 0):
-        traits = runtime._traits
-        many = {"compute_units": units}
-        monkeypatch.setattr(runtime, "_traits", lambda *own, **named: replace(traits(*own, **named), **many))
+        take_units(monkeypatch, units)
     llm = load(family, overrides, **options)
     assert kernels(llm, 1) == expected
     ids = np.random.default_rng(0).integers(1, 200, 30).tolist()
@@ -101,6 +113,52 @@ def test_a_layer_has_five_kernels(
         session.prefill(ids[:10])
         errors.append(np.square(np.stack([*map(session.decode, ids[10:])]) - exact).mean())
     assert errors[0] < 1.5 * errors[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "options", "expected"),
+    [
+        ("llama", HEADS | {"head_dim": 32}, {}, [0, 2, 0, 0]),
+        ("qwen3", HEADS | {"head_dim": 128}, {"precision": "w4a8"}, [0, 2, 0, 0]),
+        # Heads of 16 elements; norms behind attention and network; gates of attention.
+        ("gemma", HEADS, {}, [0, 3, 0, 0]),
+        ("gemma2", HEADS | {"head_dim": 64}, {}, [1, 2, 1, 0]),
+        # RoPE would leave a large GPU without work.
+        ("qwen3", WIDE | {"intermediate_size": 2112}, {"units": 132}, [0, 3, 0, 0]),
+        # The NPU has all linear layers.
+        ("llama", HEADS | {"head_dim": 32}, {"plan": "npu"}, [1, 3, 1, 1]),
+    ],
+)
+def test_predictions_count_the_kernels_that_run(
+    family: str,
+    overrides: dict[str, Any],
+    options: dict[str, Any],
+    expected: list[int],
+    load: Load,
+    sample_profile: Callable[..., Profile],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before each group of linear layers, in the middle of a decode pass."""
+    options = dict(options)
+    if units := options.pop("units", 0):
+        take_units(monkeypatch, units)
+    # So long a context is attended to in parts, as at the longest of a profile.
+    llm = load(family, overrides, context=256, **options)
+    shape = model_shape(llm.config, "random", precision=llm.plan.precision, float_bits=32)
+    profile, device = sample_profile(npu=None), open_device("opencl", npu_threads=0)
+    for task in layer_tasks(device, [shape], quick=True):
+        if task.keys[0].tokens == 1 and task.keys[0].operator.startswith(("rms", "rope", "gated", "att")):
+            for record in task.run():
+                profile.add(record)
+    device.close()
+    costs = ProfileCosts(profile, shape)
+    placed = [*llm.plan.operators("decode", 1, shape.layer, rows=1)]
+    groups = [LayerGroup.of(spec, (), costs) for spec, _ in placed]
+    found = kernels_before_us(groups, [placement for _, placement in placed], costs.overheads)
+    assert [len(own) for own in found] == expected
+    runs = [step for step in llm.steps("decode", 1) if step.layer == 1 and step.action in ("kernel", "graph")]
+    at = [number for number, step in enumerate(runs) if step.operator in ("qkv", "o", "gate_up", "down")]
+    assert [later - own - 1 for own, later in pairwise([-1, *at])] == expected
 
 
 def test_a_broken_ending_leaves_the_operators_to_their_own_kernels(
