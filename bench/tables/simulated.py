@@ -296,7 +296,7 @@ TOO_LARGE: Final = ("phi-3.5-moe", "mixtral-8x7b")
 """Mixtures whose weights exceed the phone's memory."""
 
 PHONE: Final = {"memory.available_gib": 20.0}
-"""A phone with 24 GB, of which Android and other programs keep 4; with 16 GB the larger mixture does not fit."""
+"""A phone with 24 GB, of which Android and other programs keep 4. One with 16 GB cannot hold Qwen3-30B."""
 
 MORE_MEMORY: Final = {"memory.available_gib": 0.0}
 IMBALANCES: Final = (1.3, None, 2.7, 4.0)

@@ -34,6 +34,7 @@ KINDS: Final = {
     "tuning": "tuned kernel parameters",
     "prefixes": "states behind the beginnings of prompts",
     "checks": "hashes of checkpoints and verdicts on their files",
+    "races": "measured choices between a GPU and the CPU's cores",
 }
 """Subfolders of the cache folder and their content."""
 
