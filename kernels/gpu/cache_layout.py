@@ -10,6 +10,9 @@ from numpy.typing import DTypeLike
 KV_CODES: Final = np.dtype(np.int8)
 """Type of a KV cache of 8 bits: codes of -127 to 127, with a float32 scale for each position of a head."""
 
+CACHE_DTYPES: Final = {8: KV_CODES, 16: np.dtype(np.float16), 32: np.dtype(np.float32)}
+"""Types of a KV cache by the bits of a number."""
+
 SCALE_BYTES: Final = 4
 
 PAGE_POSITIONS: Final = 64
