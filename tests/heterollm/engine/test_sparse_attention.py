@@ -62,7 +62,7 @@ def file(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dense(bundled_model: Path) -> Iterator[LLM]:
-    with LLM.load(bundled_model, device="host", plan="gpu", **OPTIONS) as llm:
+    with LLM.load(bundled_model, device="host", plan="gpu", kv_bits=32, **OPTIONS) as llm:
         yield llm
 
 
