@@ -101,13 +101,13 @@ def test_the_default_takes_half_the_bytes_of_32_bits_at_8k(checkpoint, host_llm)
     half, single = (host_llm(folder, plan="gpu", context=CONTEXT_8K, kv_bits=bits) for bits in (None, 32))
     config = half.config
     elements = 2 * config.layers * config.attention.kv_heads * CONTEXT_8K * config.attention.head_dim
-    with open_device("sim:snapdragon-8gen3", simulation=Simulation(numerics=False)) as phone:
-        for llm, bits in ((half, 16), (single, 32)):
-            phone.cache_dtype = CACHE_DTYPES[bits]
-            assert llm.session().memory_bytes == elements * bits // 8
-            for device in (llm.device, phone):
-                need = fitting_need(device, config, llm._weights.specs, llm.plan, CONTEXT_8K)
-                assert need.kv_cache == elements * bits // 8
+    phone = open_device("sim:snapdragon-8gen3", simulation=Simulation(numerics=False))
+    for llm, bits in ((half, 16), (single, 32)):
+        phone.cache_dtype = CACHE_DTYPES[bits]
+        assert llm.session().memory_bytes == elements * bits // 8
+        for device in (llm.device, phone):
+            need = fitting_need(device, config, llm._weights.specs, llm.plan, CONTEXT_8K)
+            assert need.kv_cache == elements * bits // 8
 
 
 def test_every_token_of_a_mixture_is_that_of_another_plan(checkpoint, host_llm, half_rows_plan, token_ids):
