@@ -106,7 +106,7 @@ def time_rows(loaded: Mapping[int, LLM], options: argparse.Namespace) -> Iterato
 
             rounds = Rounds(list(sessions), options.patience)
             rounds.run(options.rounds, timed)
-            for bits in loaded.keys() - {MOST}:
+            for bits in (bits for bits in loaded if bits != MOST):
                 times = rounds.times(str(MOST), str(bits))
                 yield {
                     "kind": "time",
