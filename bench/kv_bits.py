@@ -164,7 +164,7 @@ def simulated_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         weights = shape_only_weights(found.config, specs)
         engine = Engine(device, weights, plan, max(options.contexts) + 1, silent)
         cache = engine.new_cache()
-        sizes[bits] = cache.size_bytes
+        sizes[bits] = engine.state_bytes
         times[bits] = []
         for position in options.contexts:
             engine.decode(cache, position, 0)
