@@ -135,7 +135,8 @@ def measured_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     facts = {"time": "measured", "model": Path(options.model).name, "threads": options.threads}
     with ExitStack() as stack:
         loaded = {
-            bits: stack.enter_context(LLM.load(options.model, kv_bits=bits, **common)) for bits in (MOST, 16, 8)
+            bits: stack.enter_context(LLM.load(options.model, kv_bits=bits, **common))
+            for bits in (MOST, 16, 8)
         }
         for bits in (16, 8):
             for row in accuracy_rows(loaded[MOST], loaded[bits], bits, options.window):

@@ -365,7 +365,11 @@ def kv_time() -> Lines:
             device = "host, 32 bits"
             spread = f" ({row['gains'][0]:.2f} to {row['gains'][1]:.2f})"
             rounds = f"{sum(row['disturbed'])} of {len(row['disturbed'])}"
-        cells = f"{row['time']}, {device}, {row['model']}", f"{row['tokens']} behind {row['context']}", str(row["bits"])
+        cells = (
+            f"{row['time']}, {device}, {row['model']}",
+            f"{row['tokens']} behind {row['context']}",
+            str(row["bits"]),
+        )
         times = (f"{row[name]:.2f}" for name in ("ms", "coded_ms"))
         memory = f"{row['coded_session_bytes'] / row['session_bytes']:.3f}"
         yield *cells, *times, f"{row['gain']:.2f}{spread}", rounds, memory

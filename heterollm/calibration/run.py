@@ -152,7 +152,9 @@ def calibrate(
     thread = EngineThread()
     try:
         opened = thread.run(lambda: open_device(device, gpu_threads=gpu_threads, npu_threads=0))
-        opened.cache_dtype = opened.activation_dtype  # losses and ranges without the rounding of a smaller cache
+        opened.cache_dtype = (
+            opened.activation_dtype
+        )  # losses and ranges without the rounding of a smaller cache
         run = thread.run(lambda: _Run(opened, weights, state, output, progress))
         try:
             return thread.run(lambda: run.finish(parts, policy, head_importance=head_importance))

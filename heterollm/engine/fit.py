@@ -83,7 +83,7 @@ def fitting_need(
         )
 
     if device.memory_bytes is not None:
-        # The processors that compute the numbers of a modelled phone have activations of 32 bits, and it of 16.
+        # What computes the numbers of a modelled phone has activations of 32 bits, and the phone of 16.
         phone = need(HALF, device.cache_dtype)
         if phone.total > device.memory_bytes:
             raise PlanError(
