@@ -22,8 +22,8 @@ HALF_CACHE_DB: Final = 50.0
 HALF_DB: Final = 45.0
 ROUNDED_DB: Final = 28.0
 STATIC_DB: Final = 20.0
-"""Gates for logits: float32, float32 with a KV cache of 16 bits, half, inputs rounded to int8 for each block, and
-on one static grid. With 16 bits the bundled model has 74 dB or more, SmolLM2 72, a random one 53."""
+"""Gates for logits: float32, float32 with a KV cache of 16 bits, half, inputs rounded to int8 for each block,
+and on one static grid. With 16 bits the bundled model has 74 dB or more, SmolLM2 72, a random one 53."""
 
 
 def sqnr_db(reference: NDArray[Any], values: NDArray[Any]) -> float:
