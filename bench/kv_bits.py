@@ -1,9 +1,9 @@
-"""What does a KV cache of 8 bits cost in accuracy, and what does it give in memory and time?
+"""What does a KV cache of 16 or 8 bits cost in accuracy, and what does it give in memory and time?
 
-`measured` loads a model twice on the GPU of `host`, with a cache of floats and one of 8 bits. It compares the
-logits of windows of code and of prose, and times tokens and chunks of a prompt behind contexts, in turns.
-`simulated` does the same with the times of a large model's tokens on the modelled phone, where nothing is
-computed; its floats have 16 bits, those of `host` 32.
+`measured` loads a model thrice on the GPU of `host`, with a cache of 32, of 16 and of 8 bits. It compares the
+logits of windows of code and of prose with those of 32 bits, and times tokens and chunks of a prompt behind
+contexts, in turns. `simulated` does the same with the times of a large model's tokens on the modelled phone,
+where nothing is computed and whose floats have 16 bits.
 
     python bench/published_model.py /tmp/smollm2
     python bench/kv_bits.py measured /tmp/smollm2 --out bench/results/kv_bits.jsonl
@@ -16,7 +16,8 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ from heterollm.base import silent
 from heterollm.engine import Engine, Session
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.formats.tolerances import sqnr_db
-from heterollm.kernels.gpu import KV_CODES
+from heterollm.kernels.gpu import CACHE_DTYPES
 from heterollm.kernels.sim import SIMULATED
 from heterollm.llm import LLM
 from heterollm.model import find_model, op_specs, shape_only_weights
@@ -42,9 +43,11 @@ TOKENS: Final = 16
 """Tokens that are decoded in a turn."""
 
 WINDOWS: Final = 4
+MOST: Final = 32
+"""Bits of the cache that the others are compared with on `host`."""
 
 
-def accuracy_rows(floats: LLM, coded: LLM, window: int) -> Iterator[dict[str, Any]]:
+def accuracy_rows(floats: LLM, coded: LLM, bits: int, window: int) -> Iterator[dict[str, Any]]:
     """Yield the difference that the cache makes for each text."""
     for kind, text in TEXTS.items():
         name, content = text()
@@ -62,6 +65,7 @@ def accuracy_rows(floats: LLM, coded: LLM, window: int) -> Iterator[dict[str, An
             coded_all.append(actual)
         yield {
             "kind": "accuracy",
+            "bits": bits,
             "text": kind,
             "text_name": name,
             "windows": len(windows),
@@ -87,12 +91,12 @@ def timed_s(session: Session, ids: list[int], position: int, tokens: int) -> flo
     return seconds / (TOKENS if tokens == 1 else 1)
 
 
-def time_rows(floats: LLM, coded: LLM, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def time_rows(loaded: Mapping[int, LLM], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the times of a token and of a chunk behind each context, in turns."""
     generator, longest = np.random.default_rng(0), max(options.contexts)
-    ids = generator.integers(3, floats.config.vocab_size, longest + CHUNK).tolist()
+    ids = generator.integers(3, loaded[MOST].config.vocab_size, longest + CHUNK).tolist()
     for position in options.contexts:
-        sessions = {"floats": floats.session(), "codes": coded.session()}
+        sessions = {str(bits): llm.session() for bits, llm in loaded.items()}
         for session in sessions.values():
             session.prefill(ids[:position])
         for tokens in (1, CHUNK):
@@ -102,19 +106,21 @@ def time_rows(floats: LLM, coded: LLM, options: argparse.Namespace) -> Iterator[
 
             rounds = Rounds(list(sessions), options.patience)
             rounds.run(options.rounds, timed)
-            times = rounds.times("floats", "codes")
-            yield {
-                "kind": "time",
-                "context": position,
-                "tokens": tokens,
-                "ms": statistics.median(rounds.seconds["floats"]) * 1e3,
-                "coded_ms": statistics.median(rounds.seconds["codes"]) * 1e3,
-                "gain": statistics.median(times["over_base"]),
-                "gains": [min(times["over_base"]), max(times["over_base"])],
-                "disturbed": times["disturbed"],
-                "session_bytes": sessions["floats"].memory_bytes,
-                "coded_session_bytes": sessions["codes"].memory_bytes,
-            }
+            for bits in (bits for bits in loaded if bits != MOST):
+                times = rounds.times(str(MOST), str(bits))
+                yield {
+                    "kind": "time",
+                    "bits": bits,
+                    "context": position,
+                    "tokens": tokens,
+                    "ms": statistics.median(rounds.seconds[str(MOST)]) * 1e3,
+                    "coded_ms": statistics.median(rounds.seconds[str(bits)]) * 1e3,
+                    "gain": statistics.median(times["over_base"]),
+                    "gains": [min(times["over_base"]), max(times["over_base"])],
+                    "disturbed": times["disturbed"],
+                    "session_bytes": sessions[str(MOST)].memory_bytes,
+                    "coded_session_bytes": sessions[str(bits)].memory_bytes,
+                }
 
 
 def measured_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -126,11 +132,16 @@ def measured_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "npu_threads": 0,
     }
     common["context"] = max(*options.contexts, options.window) + CHUNK
-    with LLM.load(options.model, **common) as floats, LLM.load(options.model, kv_bits=8, **common) as coded:
-        facts = {"time": "measured", "model": Path(options.model).name, "threads": options.threads}
-        for row in accuracy_rows(floats, coded, options.window):
-            yield facts | row
-        for row in time_rows(floats, coded, options):
+    facts = {"time": "measured", "model": Path(options.model).name, "threads": options.threads}
+    with ExitStack() as stack:
+        loaded = {
+            bits: stack.enter_context(LLM.load(options.model, kv_bits=bits, **common))
+            for bits in (MOST, 16, 8)
+        }
+        for bits in (16, 8):
+            for row in accuracy_rows(loaded[MOST], loaded[bits], bits, options.window):
+                yield facts | row
+        for row in time_rows(loaded, options):
             yield facts | row
 
 
@@ -138,12 +149,11 @@ def simulated_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the times of a large model's tokens on the modelled phone's GPU."""
     found = find_model(options.model)
     specs = op_specs(found.config, "w4a16", GROUP_SIZE, True)
-    times: dict[bool, list[float]] = {}
+    times: dict[int, list[float]] = {}
     sizes = {}
-    for coded in (False, True):
+    for bits in (16, 8):
         device = open_device(f"{SIMULATED}{options.soc}")
-        if coded:
-            device.cache_dtype = KV_CODES
+        device.cache_dtype = CACHE_DTYPES[bits]
         plan = level_plan(
             "gpu",
             specs,
@@ -155,17 +165,18 @@ def simulated_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         weights = shape_only_weights(found.config, specs)
         engine = Engine(device, weights, plan, max(options.contexts) + 1, silent)
         cache = engine.new_cache()
-        sizes[coded] = cache.size_bytes
-        times[coded] = []
+        sizes[bits] = engine.state_bytes
+        times[bits] = []
         for position in options.contexts:
             engine.decode(cache, position, 0)
             begin = device.now_s()
             engine.decode(cache, position, 0)
-            times[coded].append(device.now_s() - begin)
-    for position, exact, coded_s in zip(options.contexts, times[False], times[True], strict=True):
+            times[bits].append(device.now_s() - begin)
+    for position, exact, coded_s in zip(options.contexts, times[16], times[8], strict=True):
         yield {
             "kind": "time",
             "time": "simulated",
+            "bits": 8,
             "model": options.model,
             "soc": options.soc,
             "context": position,
@@ -173,8 +184,8 @@ def simulated_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "ms": exact * 1e3,
             "coded_ms": coded_s * 1e3,
             "gain": exact / coded_s,
-            "session_bytes": sizes[False],
-            "coded_session_bytes": sizes[True],
+            "session_bytes": sizes[16],
+            "coded_session_bytes": sizes[8],
         }
 
 

@@ -22,7 +22,7 @@ from heterollm.engine import (
 from heterollm.exported import ExportedFolder
 from heterollm.kernels.device import Device
 from heterollm.kernels.devices import open_device
-from heterollm.kernels.gpu import KV_CODES
+from heterollm.kernels.gpu import CACHE_DTYPES
 from heterollm.kernels.ops import OpSpec
 from heterollm.kernels.sim import Simulation
 from heterollm.model import (
@@ -301,7 +301,7 @@ def open_for(options: LoadOptions, cores: CoreSplit, *, numerics: bool = True) -
         choose_threads=cores,
     )
     if options.kv_bits is not None:
-        device.cache_dtype = KV_CODES
+        device.cache_dtype = CACHE_DTYPES[options.kv_bits]
     return device
 
 

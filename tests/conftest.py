@@ -74,14 +74,20 @@ def device_name(request):
 
 @pytest.fixture(scope="module")
 def host(device_name):
-    """The device ``host``, with ``--gpu`` ``opencl``, opened once for the tests of a file."""
+    """The device ``host``, with ``--gpu`` ``opencl``, opened once for the tests of a file.
+
+    Its KV cache has 32 bits where the CPU computes, for gates that 16 bits miss.
+    """
     from heterollm.base import DeviceError
     from heterollm.kernels.devices import open_device
+    from heterollm.kernels.gpu import CACHE_DTYPES
 
     try:
         device = open_device(device_name)
     except DeviceError as error:
         pytest.skip(f"needs the device {device_name}: {error}")
+    if device_name == "host":
+        device.cache_dtype = CACHE_DTYPES[32]
     yield device
     device.close()
 

@@ -328,21 +328,21 @@ plain_table(
 )
 
 
-# -- KV cache in 8 bits --------------------------------------------------------------------------------
+# -- bits of the KV cache --------------------------------------------------------------------------------
 
 
 @table(
     "kv-cache",
-    "accuracy of 8 bits",
-    "model and text | perplexity, floats | 8 bits | same top token | KL, nats | logits, dB",
+    "accuracy of the cache",
+    "model and text | bits | perplexity, 32 bits | perplexity | same top token | KL, nats | logits, dB",
 )
 def kv_accuracy() -> Lines:
-    """Yield the changes of logits by a KV cache of 8 bits."""
+    """Yield the changes of logits by a KV cache of fewer bits."""
     for row in having("kv_bits", kind="accuracy"):
         change = row["coded_perplexity"] / row["perplexity"] - 1
         yield (
             (
-                "{model}, {text}, {windows} x {window_tokens} tokens | {perplexity:.3f} | "
+                "{model}, {text}, {windows} x {window_tokens} tokens | {bits} | {perplexity:.3f} | "
                 "{coded_perplexity:.3f} ({change:+.3%}) | {top_1_agreement:.1%} | {divergence:.5f} | "
                 "{logits_db:.1f}"
             )
@@ -353,19 +353,23 @@ def kv_accuracy() -> Lines:
 
 @table(
     "kv-cache",
-    "time of 8 bits",
-    "where, floats of the cache, model | tokens | ms, floats | ms, 8 bits | gain | disturbed | memory",
-    "ll",
+    "time of the cache",
+    "where, model | tokens | bits | ms, floats | ms | gain | disturbed | memory",
+    "llr",
 )
 def kv_time() -> Lines:
     """Yield the gains in time and memory."""
     for row in having("kv_bits", kind="time"):
-        device, spread, rounds = "phone, FP16", "", "-"
+        device, spread, rounds = "phone, 16 bits", "", "-"
         if row["time"] == "measured":
-            device = "host, FP32"
+            device = "host, 32 bits"
             spread = f" ({row['gains'][0]:.2f} to {row['gains'][1]:.2f})"
             rounds = f"{sum(row['disturbed'])} of {len(row['disturbed'])}"
-        cells = f"{row['time']}, {device}, {row['model']}", f"{row['tokens']} behind {row['context']}"
+        cells = (
+            f"{row['time']}, {device}, {row['model']}",
+            f"{row['tokens']} behind {row['context']}",
+            str(row["bits"]),
+        )
         times = (f"{row[name]:.2f}" for name in ("ms", "coded_ms"))
         memory = f"{row['coded_session_bytes'] / row['session_bytes']:.3f}"
         yield *cells, *times, f"{row['gain']:.2f}{spread}", rounds, memory

@@ -67,7 +67,7 @@ class SelfEngine:
             model_size=size + (0 if config.tie_word_embeddings else head.weight_bytes()),
             model_n_params=sum(spec.rows * spec.columns for spec in self._inputs.specs) + embedding,
             computes=device.gpu.computes,
-            description=device.description(),
+            description=device.description() | {"kv_bits": 8 * device.cache_dtype.itemsize},
             notes=llm.notes,
         )
 

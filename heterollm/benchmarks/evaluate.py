@@ -90,7 +90,7 @@ def evaluate(
     with tempfile.TemporaryFile() as file:
         if compare and options.get("precision") != "fp16":
             own: LoadKeywords = {"precision": "fp16", "plan": "gpu", "scales": "free", "calibration": None}
-            floats: LoadKeywords = {**options, **own, "request": None, "kv_bits": None}
+            floats: LoadKeywords = {**options, **own, "request": None, "kv_bits": 32}
             with LLM.load(model, progress=progress, **floats) as llm:
                 ids = _windows(llm.tokenizer, text, windows, min(window_tokens, llm.context))
                 shape = (*ids.shape, llm.config.vocab_size)

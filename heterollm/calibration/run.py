@@ -152,6 +152,8 @@ def calibrate(
     thread = EngineThread()
     try:
         opened = thread.run(lambda: open_device(device, gpu_threads=gpu_threads, npu_threads=0))
+        # Losses and ranges are those without a smaller cache's rounding.
+        opened.cache_dtype = opened.activation_dtype
         run = thread.run(lambda: _Run(opened, weights, state, output, progress))
         try:
             return thread.run(lambda: run.finish(parts, policy, head_importance=head_importance))

@@ -300,10 +300,8 @@ def load_keywords(options: ModelOptions, threads: ThreadOptions) -> LoadKeywords
 
 
 KvBitsOption = Annotated[
-    Literal[8] | None,
-    typer.Option(
-        help="Bits of the KV cache's numbers in place of the device's floats. See docs/kv-cache.md."
-    ),
+    Literal[8, 16, 32] | None,
+    typer.Option(help="Bits of a number in the KV cache; 16 by default. See docs/kv-cache.md."),
 ]
 
 

@@ -83,8 +83,8 @@ def fitting_need(
         )
 
     if device.memory_bytes is not None:
-        # The processors that compute the numbers of a modelled phone have floats of 32 bits, and it of 16.
-        phone = need(HALF, HALF if device.cache_dtype.kind == "f" else device.cache_dtype)
+        # What computes the numbers of a modelled phone has activations of 32 bits, and the phone of 16.
+        phone = need(HALF, device.cache_dtype)
         if phone.total > device.memory_bytes:
             raise PlanError(
                 f"The model takes {format_bytes(phone.total)} ({phone}), and a model can have "

@@ -24,7 +24,7 @@ from heterollm.solver import (
 )
 from heterollm.text import MOST_GUESSES
 
-KvBits: TypeAlias = Literal[8]
+KvBits: TypeAlias = Literal[8, 16, 32]
 """Bits of a number of the KV cache in place of the device's floats."""
 
 DEFAULT_CONTEXT: Final = 4096
@@ -67,8 +67,8 @@ class LoadOptions:
         length_policy: How levels ``npu`` and ``layer`` run lengths that the NPU has no graph for:
             ``padding`` to the next one, ``pipe`` (several graphs one after the other) or ``auto`` (the
             faster policy for each group, by the device's profile). The solver needs none.
-        kv_bits: 8 to keep keys and values as int8 with a scale for each position of a head; None for the
-            device's floats. Not with sparse attention.
+        kv_bits: Bits of a number in the KV cache: 16 or 32 for floats, 8 for int8 with a scale for each
+            position of a head, not with sparse attention. None for the device's, which are 16.
         allow_fallback: Go on with the GPU alone when the NPU fails, with a note.
         trace: Record every pass.
         lora: Folder of a LoRA adapter in PEFT's format, which is merged into the weights before they are
@@ -249,10 +249,10 @@ def check_kv_bits(kv_bits: object, *, is_sparse: bool) -> None:
     if kv_bits is None:
         return
     if type(kv_bits) is not int or kv_bits not in get_args(KvBits):
-        raise OptionError(f"kv_bits is {kv_bits!r:.80}.", fix="Give 8, or None for floats.")
-    if is_sparse:
+        raise OptionError(f"kv_bits is {kv_bits!r:.80}.", fix="Give 8, or 16 or 32 for floats.")
+    if is_sparse and kv_bits == 8:
         raise OptionError(
-            f"Sparse attention reads no KV cache of {kv_bits} bits.",
+            "Sparse attention reads no KV cache of 8 bits.",
             fix="Leave --kv-bits out, or choose a plan without the technique shadowattn.",
         )
 

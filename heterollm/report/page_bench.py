@@ -201,6 +201,14 @@ def _conditions(rows: Sequence[BenchRow]) -> Section:
         ("GPU", description.get("gpu")),
         ("GPU driver", description.get("gpu_driver")),
         ("NPU", description.get("npu")),
+        (
+            "bits of the KV cache",
+            _several(
+                f"{row.engine} {row.setup.description['kv_bits']}"
+                for row in rows
+                if "kv_bits" in row.setup.description
+            ),
+        ),
         ("fingerprint", _several(row.setup.fingerprint for row in own)),
         ("threads, GPU + NPU", _several(row.asked.threads for row in own)),
         ("machine", first.setup.cpu_info),

@@ -22,8 +22,8 @@ def open_host(wanted: Opening) -> Device:
     from heterollm.kernels.npu import HostNpu
 
     npu = HostNpu(threads=len(split.npu_cores)) if split.npu_cores else None
-    float32 = np.dtype(np.float32)
-    return Device("host", runtime, npu, split, float32, float32, "real", keeper=npu)
+    float32, half = np.dtype(np.float32), np.dtype(np.float16)
+    return Device("host", runtime, npu, split, float32, half, "real", keeper=npu)
 
 
 KIND = DeviceKind(

@@ -5,6 +5,7 @@ from .attention_tuning import TunedAttention as TunedAttention
 from .attention_tuning import suits_coalesced as suits_coalesced
 from .binding import OpenClError as OpenClError
 from .binding import binding_name as binding_name
+from .cache_layout import CACHE_DTYPES as CACHE_DTYPES
 from .cache_layout import KV_CODES as KV_CODES
 from .cache_layout import PAGE_POSITIONS as PAGE_POSITIONS
 from .cache_layout import head_elements as head_elements

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 KV_CODES: Final = np.dtype(np.int8)
 """Type of a KV cache of 8 bits: codes of -127 to 127, with a float32 scale for each position of a head."""
+
+CACHE_DTYPES: Final[Mapping[int, np.dtype[Any]]] = {
+    8: KV_CODES,
+    16: np.dtype(np.float16),
+    32: np.dtype(np.float32),
+}
+"""Types of a KV cache by the bits of a number."""
 
 SCALE_BYTES: Final = 4
 

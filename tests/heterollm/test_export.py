@@ -266,10 +266,19 @@ def test_a_phone_that_is_not_here_gets_its_contexts(bundled_model: Path, tmp_pat
 # -- where the folder lies ---------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def untouched(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an exported model and the cache of its export."""
+    folder = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETEROLLM_CACHE", str(folder / "cache"))
+        export_model(bundled_model, folder / "out", device="host", plan="layer", context=CONTEXT)
+    return folder
+
+
 @pytest.fixture
-def exported(bundled_model: Path, tmp_path: Path) -> Path:
-    export_model(bundled_model, tmp_path / "out", device="host", plan="layer", context=CONTEXT)
-    return tmp_path / "out"
+def exported(untouched: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(untouched, tmp_path, dirs_exist_ok=True)) / "out"
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, int]]:
@@ -300,7 +309,10 @@ def test_a_moved_folder_is_read_and_never_written(
         path.chmod(0o755)
 
 
-def test_unchanged_files_are_hashed_once(exported: Path, tmp_path: Path) -> None:
+def test_unchanged_files_are_hashed_once(bundled_model: Path, tmp_path: Path) -> None:
+    exported = tmp_path / "out"
+    export_model(bundled_model, exported, device="host", plan="layer", context=CONTEXT)
+
     def hashed(folder: Path) -> int:
         stages: list[str] = []
         LLM.load(folder, progress=lambda stage, *_: stages.append(stage)).close()
@@ -327,16 +339,22 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink], ids=["flipped", "cut", "missing"])
 @pytest.mark.parametrize(
-    "pattern",
+    ("pattern", "damage"),
     [
-        *("config.json", "tokenizer.json", "plan.json", "weights/*.safetensors"),
-        *("graphs/*.onnx", "graphs/*.weights", "graphs/*.json"),
+        ("config.json", flip),
+        ("tokenizer.json", cut),
+        ("plan.json", Path.unlink),
+        ("weights/*.safetensors", flip),
+        ("weights/*.safetensors", Path.unlink),
+        ("graphs/*.onnx", flip),
+        ("graphs/*.onnx", cut),
+        ("graphs/*.weights", cut),
+        ("graphs/*.json", Path.unlink),
     ],
 )
 def test_a_damaged_file_is_named_and_mended(
-    damage: Callable[[Path], object], pattern: str, exported: Path, bundled_model: Path
+    pattern: str, damage: Callable[[Path], object], exported: Path, bundled_model: Path
 ) -> None:
     LLM.load(exported).close()
     path = sorted(exported.glob(pattern))[0]

@@ -512,7 +512,7 @@ def test_a_plan_goes_through_a_file(
         ids = llm.tokenizer.encode(CODE * 6)
         expected = llm.session().prefill(ids)
         for given in (path, str(path), llm.plan):
-            again = host_llm(bundled_model, plan=given)
+            again = host_llm(bundled_model, plan=given, kv_bits=16)
             assert again.plan == llm.plan
             assert np.array_equal(again.session().prefill(ids), expected)
 
@@ -630,7 +630,7 @@ def test_a_plan_that_needs_an_npu_on_a_device_without_one(
 
 
 def test_a_legal_plan_by_hand_runs(models: Callable[..., LLM], bundled_model: Path, host_llm: Any) -> None:
-    base = models(plan="gpu")
+    base = models(plan="gpu", kv_bits=32)
     cut = PlanEntry("prefill", (2, 64), (0, 3), "down", RowsPlacement((128,), (64,)))
     llm = host_llm(
         bundled_model, plan=replace(base.plan, level="mine", entries=(cut, *base.plan.entries), slices=())

@@ -147,7 +147,7 @@ def test_the_whole_context_of_8192(
 @pytest.mark.parametrize("level", ["tensor", "block"])
 def test_parity_of_solved_plans(level: str, folder: Path, oracle: Callable[[LLM], Any]) -> None:
     assert main(["profile", str(folder), "--device", SIMULATED]) == 0
-    with LLM.load(folder, device=SIMULATED, plan=level, context=256) as llm:
+    with LLM.load(folder, device=SIMULATED, plan=level, context=256, kv_bits=32) as llm:
         assert llm.plan.uses_npu
         ids = text_ids(llm, 70)
         logits = llm.session().prefill(ids, all_logits=True)

@@ -136,6 +136,7 @@ class LlamaCppEngine(SteppedEngine):
             description={
                 "built_for": lib.llama_print_system_info().decode("utf-8", "replace"),
                 "threads": self._threads,
+                "kv_bits": 16,
             },
             gate_db=GATE_DB,
             notes=("rounds inputs to 8 bits in blocks of 32 and keeps the KV cache in FP16",),

@@ -11,6 +11,7 @@ from heterollm.benchmarks import BenchOptions, Configuration, cases_of, expand, 
 from heterollm.benchmarks.cases import Case
 from heterollm.benchmarks.children import Child
 from heterollm.benchmarks.profile_first import profile_command
+from heterollm.benchmarks.quality import HALF_CACHE_DB
 from heterollm.benchmarks.rows import BenchRow
 from heterollm.calibration import Policy, calibrate
 from heterollm.cli import main
@@ -149,7 +150,8 @@ def test_transformers_computes_the_same(bundled_model):
         next(r.label for r in rows if r.engine == "transformers")
     }
     own = next(row for row in rows if row.engine == "self")
-    assert own.quality.logits_sqnr_db > 90
+    assert own.quality.logits_sqnr_db > own.quality.quality_gate_db == HALF_CACHE_DB
+    assert own.setup.description["kv_bits"] == 16
 
 
 def test_profiles_are_made_by_a_command_that_a_person_can_run():

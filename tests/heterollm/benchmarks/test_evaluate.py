@@ -26,7 +26,10 @@ def test_the_figures_are_those_of_the_logits(bundled_model, host_llm, run, tmp_p
     code, out, _ = run("eval", str(bundled_model), *options, "--json")
     assert code == 0
     found = json.loads(out)
-    models = [host_llm(bundled_model, plan="gpu", precision=precision) for precision in ("w4a16", "fp16")]
+    models = [
+        host_llm(bundled_model, plan="gpu", precision=precision, kv_bits=bits)
+        for precision, bits in (("w4a16", 16), ("fp16", 32))
+    ]
     ids = np.array(models[0].tokenizer.encode(text.read_text("utf-8"), add_bos=False)[:192]).reshape(2, 96)
     own, exact = ([model.session().prefill(window, all_logits=True) for window in ids] for model in models)
     for logits, name in ((own, "perplexity"), (exact, "float_perplexity")):

@@ -161,7 +161,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def gpu_only(folder: Path) -> Iterator[LLM]:
-    with LLM.load(folder, device="host", plan="gpu") as llm:
+    with LLM.load(folder, device="host", plan="gpu", kv_bits=32) as llm:
         yield llm
 
 

@@ -55,14 +55,14 @@ def planned(
 ) -> tuple[Path, Plan]:
     family, _, level = request.param.partition("-")
     folder = checkpoint(family)
-    with LLM.load(folder, device="host", plan="layer" if level == "layer" else "gpu") as llm:
+    with LLM.load(folder, device="host", plan="layer" if level == "layer" else "gpu", kv_bits=32) as llm:
         return folder, in_chunks(llm.plan if level == "layer" else half_rows_plan(llm))
 
 
 @pytest.fixture(scope="module")
 def expected(planned: tuple[Path, Plan], ids: list[int]) -> Iterator[dict[int, np.ndarray]]:
     """Return the answers of chunks one after the other."""
-    with LLM.load(planned[0], device="host", plan=planned[1]) as llm:
+    with LLM.load(planned[0], device="host", plan=planned[1], kv_bits=32) as llm:
         yield {length: answers(llm, ids, length) for length in LENGTHS}
 
 

@@ -56,7 +56,7 @@ def fused(
 
 @pytest.fixture(scope="module")
 def npu(bundled_model: Path) -> Iterator[LLM]:
-    with LLM.load(bundled_model, device="host", plan="npu") as llm:
+    with LLM.load(bundled_model, device="host", plan="npu", kv_bits=32) as llm:
         yield llm
 
 
@@ -97,7 +97,8 @@ def hold_to_gates(actual: np.ndarray, expected: np.ndarray, kind: ComputeType) -
 @pytest.mark.parametrize(("width", "norm"), [(WIDTH, True), (WIDTH, False), (256, True), (320, False)])
 def test_logits_and_tokens_are_those_of_the_gpu(npu, bundled_model, reference, ids, width, norm):
     expected = reference(npu, bundled_model, ids)[:108]
-    with LLM.load(bundled_model, device="host", plan=fused(npu.plan, width, norm=norm)) as llm:
+    plan = fused(npu.plan, width, norm=norm)
+    with LLM.load(bundled_model, device="host", plan=plan, kv_bits=32) as llm:
         hold_to_gates(answers(llm, ids), expected, "fp32")
         tokens = llm.generate("def add(", max_new_tokens=64).token_ids
         assert tokens == npu.generate("def add(", max_new_tokens=64).token_ids
@@ -177,11 +178,11 @@ def test_what_stays_on_the_gpu_may_be_anything(checkpoint, reference, family):
     biases = {} if family == "qwen2" else {"attention_bias": False}
     folder = checkpoint(family, intermediate_size=320, **biases)
     ids = np.random.default_rng(4).integers(1, 500, 60).tolist()
-    with LLM.load(folder, device="host", plan="npu") as llm:
+    with LLM.load(folder, device="host", plan="npu", kv_bits=32) as llm:
         plan, expected = llm.plan, reference(llm, folder, ids)
     for width in (320, 128):
         options = {"norm": width == 320, "gated": family != "apertus"}
-        with LLM.load(folder, device="host", plan=fused(plan, width, **options)) as llm:
+        with LLM.load(folder, device="host", plan=fused(plan, width, **options), kv_bits=32) as llm:
             session = llm.session()
             rows = session.prefill(ids[:50], all_logits=True), session.decode(ids[50])[np.newaxis]
             hold_to_gates(np.concatenate(rows), expected[:51], "fp32")

@@ -54,7 +54,7 @@ def llm(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iter
     if plan not in ("npu", "layer"):
         with LLM.load(folder, device="host", plan="gpu") as plain:
             plan = make_plan(plan, plain)
-    with LLM.load(folder, device="host", plan=plan) as opened:
+    with LLM.load(folder, device="host", plan=plan, kv_bits=32) as opened:
         yield opened
 
 

@@ -101,8 +101,9 @@ def test_a_state_of_another_size_is_refused(
     llm: LLM, checkpoint: Any, host_llm: Load, tmp_path: Path
 ) -> None:
     path = saved(llm, begun(llm), tmp_path / "state.safetensors")
-    for family, options in (("qwen3", {}), ("llama", {"kv_bits": 8})):
+    for family, options in (("qwen3", {}), ("llama", {"kv_bits": 8}), ("llama", {"kv_bits": 32})):
         other = host_llm(checkpoint(family), plan="gpu", context=CONTEXT, **options)
+        assert other.state_key != llm.state_key
         with pytest.raises(CacheError, match="another model"):
             loaded(other, path)
     shorter = host_llm(checkpoint("llama"), plan="gpu", context=256)

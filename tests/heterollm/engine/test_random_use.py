@@ -33,7 +33,9 @@ TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
 @pytest.fixture(scope="module")
 def llm(checkpoint: Callable[..., Path]) -> Iterator[LLM]:
     # Prefill on the NPU part and decode on the GPU part, in chunks of at most the context.
-    with LLM.load(checkpoint("llama", **SHAPE), device="host", plan="layer", context=CONTEXT) as loaded:
+    with LLM.load(
+        checkpoint("llama", **SHAPE), device="host", plan="layer", context=CONTEXT, kv_bits=32
+    ) as loaded:
         yield loaded
 
 

@@ -42,7 +42,7 @@ def models(folder: Path) -> Iterator[Callable[..., LLM]]:
     loaded: dict[str, LLM] = {}
 
     def get(**options: Any) -> LLM:
-        options = {"device": "host", "plan": "layer", "context": CONTEXT, **options}
+        options = {"device": "host", "plan": "layer", "context": CONTEXT, "kv_bits": 32, **options}
         key = str(sorted(options.items()))
         if key not in loaded:
             loaded[key] = LLM.load(folder, **options)

@@ -62,7 +62,7 @@ def file(bundled_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dense(bundled_model: Path) -> Iterator[LLM]:
-    with LLM.load(bundled_model, device="host", plan="gpu", **OPTIONS) as llm:
+    with LLM.load(bundled_model, device="host", plan="gpu", kv_bits=32, **OPTIONS) as llm:
         yield llm
 
 
@@ -503,7 +503,12 @@ def test_a_simulated_device_runs_it_too(
     plans: Callable[..., Plan], bundled_model: Path, file: Path, dense: LLM, ids: list[int]
 ) -> None:
     base = structs.replace(dense.plan, device="sim:snapdragon-8gen3")
-    options: dict[str, Any] = {"device": "sim:snapdragon-8gen3", "calibration": file, **OPTIONS}
+    options: dict[str, Any] = {
+        "device": "sim:snapdragon-8gen3",
+        "kv_bits": 32,
+        "calibration": file,
+        **OPTIONS,
+    }
     with LLM.load(bundled_model, plan=plans(keep=1.0, base=base), trace=True, **options) as llm:
         got = llm.session().prefill(ids[:200], all_logits=True)
         trace = llm.take_trace()

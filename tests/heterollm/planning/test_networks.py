@@ -30,7 +30,7 @@ def test_networks_without_a_gate_are_split(
     monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
     keep_even_profile(open_device("host"), folder, "w4a16")
     for level, group in (("tensor", "gate_up"), ("block", "ffn")):
-        with LLM.load(folder, device="host", plan=level, context=128) as llm:
+        with LLM.load(folder, device="host", plan=level, context=128, kv_bits=32) as llm:
             expected = reference(llm, folder, ids)
             rows = [entry.placement.npu_rows for entry in llm.plan.placed if entry.group == group]
             assert any(0 < width < WIDTH for (width,) in filter(None, rows)), level
