@@ -60,7 +60,7 @@ def test_host_passes_every_check(diagnosis):
     compared = [check for check in diagnosis.checks if check.operator not in without_numbers]
     assert all(check.error <= check.gate for check in compared)
     stored = [check.operator for check in compared if check.gate != 1e-10]
-    assert set(stored) == {"RoPE and KV write"}  # what lies in the KV cache has 16 bits
+    assert set(stored) == {"RoPE and KV write", "linear and RoPE"}  # what lies in the KV cache has 16 bits
     assert len(stored) == 6
 
 

@@ -124,7 +124,7 @@ def ids() -> list[int]:
 
 @pytest.fixture(scope="module")
 def gpu_only(folder: Path) -> Iterator[LLM]:
-    with LLM.load(folder, device="host", plan="gpu") as llm:
+    with LLM.load(folder, device="host", plan="gpu", kv_bits=32) as llm:
         yield llm
 
 

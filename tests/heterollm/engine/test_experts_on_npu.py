@@ -62,7 +62,7 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def on_gpu(folder: Path) -> Iterator[LLM]:
-    with LLM.load(folder, device="host", plan="gpu", **OPTIONS) as llm:
+    with LLM.load(folder, device="host", plan="gpu", kv_bits=32, **OPTIONS) as llm:
         yield llm
 
 
