@@ -76,7 +76,16 @@ FOUND = dict.fromkeys(
     [
         *("device", "fingerprint", "note", "ttft_ms", "prefill_tokens_per_second", "prefill"),
         *("decode_tokens_per_second", "prefill_joules", "decode_joules_per_token", "average_watts", "decode"),
-        *("npu_graphs", "npu_gib", "npu_limit_gib", "npu_opening_s", "slowdown", "cuts"),
+        *(
+            "npu_graphs",
+            "npu_gib",
+            "npu_limit_gib",
+            "npu_opening_s",
+            "slowdown",
+            "cuts",
+            "chunk_tokens",
+            "lanes",
+        ),
         "outlier_share",  # without shadows no time depends on it, and older rows do not name it
     ]
 )
