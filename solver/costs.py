@@ -6,8 +6,7 @@ The time of a split group is ``max(T_gpu(shard), T_npu(shard)) + T_sync`` (Heter
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from heterollm.kernels.ops import OpSpec
@@ -77,7 +76,7 @@ class Overheads:
     submit_us: float = math.inf
     hidden_us: float = 0.0
     merges_launches: bool = True
-    endings: Mapping[str, float] = field(default_factory=dict)
+    endings: tuple[tuple[str, float], ...] = ()
 
     def mapping_us(self, values: int) -> float:
         """Return the time to map, and that to unmap, an input and an output of so many values together."""

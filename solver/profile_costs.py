@@ -72,7 +72,7 @@ class ProfileCosts:
         self._shadows = shadows or {}
         self._kernels = _kernels_of_operators(profile)
         self.overheads = replace(
-            overheads_of(profile), merges_launches=not self._kernels, endings=dict(_endings(profile, shape))
+            overheads_of(profile), merges_launches=not self._kernels, endings=tuple(_endings(profile, shape))
         )
         self.position = position
         self._predictor = predictor or fitted_predictor(profile)

@@ -132,11 +132,11 @@ def kernels_before_us(
 
     A linear layer that the GPU has whole may compute the operator behind it, a norm only for another one.
     """
-    specs = [group.spec for group in groups]
+    rows_from, specs = dict(overheads.endings), [group.spec for group in groups]
     own = [(spec, not one.npu_lengths) for spec, one in zip(specs, placements, strict=True)]
     found = []
     for group, (before, follows), (spec, is_whole) in zip(groups, [*own[-1:], *own], own, strict=False):
-        least_rows = overheads.endings.get(spec.place, math.inf) if before.then is None else math.inf
+        least_rows = rows_from.get(spec.place, math.inf) if before.then is None else math.inf
         ended = follows and before.rows >= least_rows and (is_whole or not spec.follows_norm)
         found.append(group.before_us[1:] if ended else group.before_us)
     return found

@@ -913,15 +913,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
         return made[key]
 
     yield make
-    changed = {
-        folder.name: file_times(folder).keys() for folder in written if file_times(folder) != written[folder]
-    }
-    assert not changed, f"tests changed checkpoints that they share: {changed}"
+    changed = [
+        f"{folder.name}/{name}"
+        for folder, times in written.items()
+        for name, _ in sorted(times.items() ^ file_times(folder).items())
+    ]
+    assert not changed, f"tests changed checkpoints that they share: {', '.join(changed)}"
 
 
 def file_times(folder: Path) -> dict[str, int]:
     """Return when each file of a folder was written, in nanoseconds."""
-    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in files}
 
 
 def stacked_experts(state: dict[str, Any], config: Any) -> dict[str, Any]:

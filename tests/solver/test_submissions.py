@@ -131,7 +131,7 @@ def test_a_whole_linear_layer_spares_the_kernel_behind_it(made):
     whole, cut, free = priced(100.0), priced(60.0, 60.0), replace(BUSY, submit_us=0.0, refill_us=0.0)
     specs = [made.spec(group, (64,)) for group in ("qkv", "o", "gate_up", "down")]
     places = [LayerGroup(spec, [7.0, 1.0], [whole, cut], 1) for spec in specs]
-    ending = replace(free, endings={"qkv": 0, "gate_up": 0, "down": 64, "o": 65})
+    ending = replace(free, endings=(("qkv", 0), ("gate_up", 0), ("down", 64), ("o", 65)))
 
     def spared_us(*chosen):
         return layer_us(places, chosen, free) - layer_us(places, chosen, ending)

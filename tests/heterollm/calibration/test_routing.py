@@ -23,8 +23,11 @@ TOKENS, WINDOWS = 150, 3
 
 
 @pytest.fixture(scope="module")
-def mixture(checkpoint: Callable[..., Path], bundled_model: Path) -> Path:
-    folder = checkpoint("qwen3_moe", vocab_size=2048, max_position_embeddings=512)
+def mixture(
+    checkpoint: Callable[..., Path], bundled_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    source = checkpoint("qwen3_moe", vocab_size=2048, max_position_embeddings=512)
+    folder = shutil.copytree(source, tmp_path_factory.mktemp("mixture") / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(bundled_model / name, folder / name)
     return folder

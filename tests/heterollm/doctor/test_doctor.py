@@ -61,7 +61,7 @@ def test_host_passes_every_check(diagnosis):
     assert all(check.error <= check.gate for check in compared)
     stored = [check.operator for check in compared if check.gate != 1e-10]
     assert set(stored) == {"RoPE and KV write", "linear and RoPE"}  # what lies in the KV cache has 16 bits
-    assert len(stored) == 6
+    assert len(stored) == 10
 
 
 ROUNDED = ("int4 block 32", "int8 block 32", "int4 block 32 with minimums")

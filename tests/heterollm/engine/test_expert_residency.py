@@ -4,6 +4,7 @@ import functools
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -62,7 +63,7 @@ def limited(checkpoint: Callable[..., Path], host_llm: Callable[..., LLM]) -> Ca
     """Return a function that loads a mixture with a budget of some experts; of all by default."""
 
     def load(slots: int | None = None, slot: float = SLOT_GIB, **options: Any) -> LLM:
-        folder = checkpoint(options.pop("family", FAMILY))
+        folder = options.pop("folder", None) or checkpoint(options.pop("family", FAMILY))
         gib = None if slots is None else (slots + 0.5) * slot
         return host_llm(folder, **{"plan": "gpu", "experts_gib": gib, **options})
 
@@ -228,9 +229,16 @@ def test_a_load_reads_the_first_residents_and_those_of_its_warm_up(
 @pytest.mark.parametrize("damage", ["cut", "written"])
 @pytest.mark.parametrize("precision", ["w4a16", "fp16"])
 def test_a_file_that_changes_is_an_error_and_no_crash(
-    damage: str, precision: str, limited: Callable[..., LLM], token_ids: Callable[[int], list[int]]
+    damage: str,
+    precision: str,
+    limited: Callable[..., LLM],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    token_ids: Callable[[int], list[int]],
 ) -> None:
-    llm = limited(3, SLOT_GIB * (1 if precision == "w4a16" else 64 / 9), precision=precision)
+    slot_gib = SLOT_GIB * (1 if precision == "w4a16" else 64 / 9)
+    folder = shutil.copytree(checkpoint(FAMILY), tmp_path / "model")
+    llm = limited(3, slot_gib, precision=precision, folder=folder)
     session = llm.session()
     session.prefill(token_ids(5))
     reader = llm._engine._compiler.residency._reader  # type: ignore[union-attr]

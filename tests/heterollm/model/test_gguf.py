@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 import struct
 
 import numpy as np
@@ -313,7 +314,7 @@ def test_a_byte_level_tokenizer_gives_the_same_ids(checkpoint, tmp_path):
 
 
 def test_a_file_that_pools_has_embeddings_and_an_end_token(checkpoint, host_llm, tmp_path):
-    folder = checkpoint("qwen2", **PLAIN)
+    folder = shutil.copytree(checkpoint("qwen2", **PLAIN), tmp_path / "model")
     plain = write_gguf(folder, tmp_path / "plain.gguf", Types.F32, Types.F32)
     changes = {"pooling_type": 3, "tokenizer.ggml.add_eos_token": True}
     path = rewritten(plain, tmp_path / "last.gguf", changes)
