@@ -3,8 +3,6 @@
 ``HETEROLLM_PUBLISHED_GGUF`` names the file; without it ``bench/published_model.py`` fetches it.
 """
 
-import os
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gates import LOGITS_SQNR_DB
+from published import fetched
 
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
@@ -29,15 +28,7 @@ WINDOW = 512
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    named = os.environ.get("HETEROLLM_PUBLISHED_GGUF")
-    if named:
-        return Path(named).resolve(strict=True)
-    script = runpy.run_path(str(ROOT / "bench" / "published_model.py"))
-    try:
-        found: Path = script["fetch_gemma"](tmp_path_factory.mktemp("published"))
-    except script["InputError"] as error:
-        pytest.skip(f"{error.message} {error.fix}")
-    return found
+    return fetched("HETEROLLM_PUBLISHED_GGUF", "fetch_gemma", tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@
 """
 
 import json
-import os
-import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from gates import LOGITS_SQNR_DB
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import fetched
 
 from heterollm.base import InputError, OptionError
 from heterollm.cli import main
@@ -44,15 +43,7 @@ EMULATED, REASON, _ = qnn_available(emulator=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    named = os.environ.get("HETEROLLM_PUBLISHED_MODEL")
-    if named:
-        return Path(named).resolve(strict=True)
-    script = runpy.run_path(str(ROOT / "bench" / "published_model.py"))
-    try:
-        found: Path = script["fetch"](tmp_path_factory.mktemp("published"))
-    except script["InputError"] as error:
-        pytest.skip(f"{error.message} {error.fix}")
-    return found
+    return fetched("HETEROLLM_PUBLISHED_MODEL", "fetch", tmp_path_factory.mktemp("published"))
 
 
 @pytest.fixture(scope="module")
