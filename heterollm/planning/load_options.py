@@ -25,7 +25,7 @@ from heterollm.solver import (
 from heterollm.text import MOST_GUESSES
 
 KvBits: TypeAlias = Literal[8, 16, 32]
-"""Bits of a number of the KV cache in place of the device's floats."""
+"""Bits of a number in the KV cache; those of 8 bits are codes with scales."""
 
 DEFAULT_CONTEXT: Final = 4096
 LOOKUP: Final = "lookup"

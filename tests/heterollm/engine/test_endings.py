@@ -34,10 +34,12 @@ def load(
     host_llm: Load,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Load:
-    """Return a function that loads a random model on a GPU, with checked passes."""
+    """Return a function that loads a random model on a GPU, of any number of units, with checked passes."""
     monkeypatch.setenv(CHECK_VARIABLE, "1")
 
-    def open_llm(family: str, overrides: dict[str, Any], **options: Any) -> LLM:
+    def open_llm(family: str, overrides: dict[str, Any], units: int = 0, **options: Any) -> LLM:
+        if units:
+            take_units(monkeypatch, units)
         folder = checkpoint(family, **overrides)
         return host_llm(folder, **{"device": "opencl", "plan": "gpu", "context": 64, **options})
 
@@ -97,9 +99,6 @@ def test_a_layer_has_five_kernels(
 
     Heads that lie in no whole tiles of 64 rows keep RoPE's launch.
     """
-    options = dict(options)
-    if units := options.pop("units", 0):
-        take_units(monkeypatch, units)
     llm = load(family, overrides, **options)
     assert kernels(llm, 1) == expected
     ids = np.random.default_rng(0).integers(1, 200, 30).tolist()
@@ -136,12 +135,8 @@ def test_predictions_count_the_kernels_that_run(
     expected: list[int],
     load: Load,
     sample_profile: Callable[..., Profile],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before each group of linear layers, in the middle of a decode pass."""
-    options = dict(options)
-    if units := options.pop("units", 0):
-        take_units(monkeypatch, units)
     # So long a context is attended to in parts, as at the longest of a profile.
     llm = load(family, overrides, context=256, **options)
     shape = model_shape(llm.config, "random", precision=llm.plan.precision, float_bits=32)
