@@ -473,6 +473,15 @@ def _together(title: str, **asked: object) -> list[str]:
     return [title, *(f"{rate:.1f}" for rate in rates), f"{gain:.2f}"]
 
 
+@table("server", "requests together, measured", f"plan | server | {TOGETHER}")
+def together_measured() -> Lines:
+    """Yield the tokens a second of this server and of llama.cpp's, from one run for each plan."""
+    rows = having("shared_passes", model="tinyllama", repeated=0)
+    for plan in values_of(rows, "plan"):
+        for engine in ("heterollm", "llama.cpp"):
+            yield [f"`{plan}`", *_together(engine, model="tinyllama", repeated=0, plan=plan, engine=engine)]
+
+
 @table("server", "requests together, simulated", f"plan, simulated | {TOGETHER}")
 def together_simulated() -> Lines:
     """Yield the tokens a second of passes of Llama-3-8B on a simulated phone."""
