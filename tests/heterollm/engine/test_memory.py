@@ -87,6 +87,7 @@ class Packaging:
     addressable_bytes: int | None
     reuses_io: bool = False
     unrolls_blocks: bool = False
+    domain_bytes: int | None = None
     name: str = "the NPU"
 
     @property
@@ -145,6 +146,11 @@ def test_a_pass_whose_graphs_exceed_the_address_space_is_refused(bundled_model: 
     check(Npu(True, True, one))
     with pytest.raises(PlanError, match=r"A prefill pass of .* tokens needs NPU graphs of .* addresses"):
         check(Npu(True, True, one - 1))
+    # Two process domains that hold half each leave no room for the graph across their border.
+    largest = max(spec.graph_bytes(spec.member_rows, (64,), GraphMemory(True, 2)) for spec in specs[:-1])
+    check(Npu(True, True, one + largest, domain_bytes=(one + largest) // 2))
+    with pytest.raises(PlanError, match=r"addresses .* in process domains of"):
+        check(Npu(True, True, one, domain_bytes=one // 2 - 1))
 
 
 def test_the_context_counts(bundled_model: Path) -> None:
