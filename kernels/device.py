@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from heterollm.kernels.threads import (
 if TYPE_CHECKING:
     from heterollm.kernels.gpu import GpuRuntime
     from heterollm.kernels.sync import SharedArenas
+
+
+NPU_MEMORY: Final = "npu_memory_bytes"
+"""Entry of a description: what all process domains of the NPU hold, where that is not what one addresses."""
 
 
 class PowerSwitch(Protocol):
@@ -114,7 +118,9 @@ class Device:
         # Devices without a limit keep the description, and with it the profiles, that they had before.
         memory: dict[str, Any] = {}
         if self.npu is not None and self.npu.addressable_bytes is not None:
-            memory["npu_addressable_bytes"] = self.npu.addressable_bytes
+            memory["npu_addressable_bytes"] = self.npu.domain_bytes
+            if self.npu.addressable_bytes != self.npu.domain_bytes:
+                memory[NPU_MEMORY] = self.npu.addressable_bytes
         if self.npu is not None and self.npu.io_by_graph:
             memory["npu_io_by_graph"] = True
         if self.npu is not None and self.npu.reuses_io:
@@ -155,8 +161,11 @@ class Device:
 
 
 def fingerprint_of(description: Mapping[str, Any]) -> str:
-    """Return the short hash of a device's description, the key of measurements."""
-    text = json.dumps(description, sort_keys=True)
+    """Return the short hash of a device's description, the key of measurements.
+
+    No measurement depends on the number of the NPU's process domains.
+    """
+    text = json.dumps({key: value for key, value in description.items() if key != NPU_MEMORY}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -8,9 +8,10 @@ from typing import Any, get_args
 from msgspec.structs import replace
 
 from heterollm.base import PlanError, format_bytes
-from heterollm.kernels.npu import FfnShape, GraphShape, LinearShape, NpuBackend, graph_memory
+from heterollm.kernels.npu import FfnShape, GraphShape, LinearShape, NpuBackend, fits_domains, graph_memory
 from heterollm.kernels.ops import Activation, OpSpec, Phase, joined_specs
 from heterollm.model import kinds_of_specs
+from heterollm.solver.contexts import context_sizes
 from heterollm.solver.ffn import split_alignment
 from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
@@ -87,6 +88,7 @@ def _check_address_space(plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | 
     """Refuse a pass whose NPU graphs cannot be open together; graphs of other passes may be closed."""
     if npu is None or npu.addressable_bytes is None:
         return
+    domain_bytes = npu.domain_bytes or npu.addressable_bytes
     memory, linears = graph_memory(npu), [spec for spec in specs if spec.experts is None]
     for phase in get_args(Phase):
         entries = [entry for entry in plan.entries if entry.phase == phase]
@@ -94,16 +96,20 @@ def _check_address_space(plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | 
         added = (entry for record in records for entry in record.entries)
         for length in _decisive_lengths((*entries, *added), plan.chunk_length):
             rows = min(length, head_rows)
-            need = sum(
-                spec.graph_bytes(placement.npu_rows, set(placement.npu_lengths), memory)
+            graphs = (
+                (spec, placement.npu_rows, set(placement.npu_lengths))
                 for spec, placement in plan.operators(phase, length, linears, rows=rows)
                 if placement.npu_lengths
             )
-            need += sum(record.npu_bytes(specs, memory, length) for record in records)
-            if need > npu.addressable_bytes:
+            others = sum(record.npu_bytes(specs, memory, length) for record in records)
+            sizes = context_sizes(graphs, memory, others)
+            if not fits_domains(sizes, npu.addressable_bytes, domain_bytes):
+                parts = ""
+                if npu.addressable_bytes > domain_bytes:
+                    parts = f" in process domains of {format_bytes(domain_bytes)}"
                 raise PlanError(
-                    f"A {phase} pass of {length} tokens needs NPU graphs of {format_bytes(need)}, and "
-                    f"{npu.name} addresses {format_bytes(npu.addressable_bytes)}.",
+                    f"A {phase} pass of {length} tokens needs NPU graphs of {format_bytes(sum(sizes))}, and "
+                    f"{npu.name} addresses {format_bytes(npu.addressable_bytes)}{parts}.",
                     fix="Use plan 'tensor' or 'auto', which keep the limit, or a smaller model.",
                 )
 

@@ -31,6 +31,7 @@ from heterollm.base import (
 from heterollm.kernels.npu import INTEGER_FORMS
 from heterollm.kernels.ops import FUSED, PARTS, GraphMemory, Group, OpSpec, Phase, joined_specs
 from heterollm.model import kinds_of_specs
+from heterollm.solver.contexts import context_sizes
 from heterollm.solver.placements import GPU_ONLY, FfnPlacement, Placement
 from heterollm.solver.plan_records import ChunkSchedule, PhaseSync, PlanEntry, ResidentSlice, resident_slices
 from heterollm.solver.request import TECHNIQUE_OPTIONS, PlanRequest
@@ -210,20 +211,24 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         for start in range(0, len(chunks), self.lanes):
             yield chunks[start : start + self.lanes]
 
-    def npu_bytes(self, specs: Sequence[OpSpec], memory: GraphMemory) -> int:
-        """Return the bytes that the NPU's graphs take.
+    def context_sizes(self, specs: Sequence[OpSpec], memory: GraphMemory) -> list[int]:
+        """Return the bytes of the contexts of the NPU's graphs.
 
         Args:
             specs: Every group of the model, and the experts of a mixture.
             memory: How they count.
         """
-        slices = sum(
-            spec.graph_bytes(held.npu_rows, held.lengths, memory)
+        graphs = [
+            (spec, held.npu_rows, held.lengths)
             for held in self.slices
             for spec in (*specs, *joined_specs(specs))
             if held.holds(spec)
-        )
-        return slices + sum(record.npu_bytes(specs, memory) for record in self.techniques)
+        ]
+        return context_sizes(graphs, memory, sum(one.npu_bytes(specs, memory) for one in self.techniques))
+
+    def npu_bytes(self, specs: Sequence[OpSpec], memory: GraphMemory) -> int:
+        """Return the bytes that they take together."""
+        return sum(self.context_sizes(specs, memory))
 
     def without_npu(self) -> Plan:
         """Return a plan that gives everything to the GPU and is else the same."""

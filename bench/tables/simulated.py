@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any, Final
 
+import process_domains
 import what_if
 from simulated_rows import Simulated
 
@@ -44,6 +45,27 @@ def refused(row: Row) -> bool:
 def what_ifs() -> Lines:
     """Yield the worth of each change to this program's path."""
     return what_if.what_if_table([Simulated(**row) for row in rows_of("simulated_path")])
+
+
+@table(
+    "simulation",
+    "process domains",
+    "simulated | process domains | graphs on the NPU, GiB | prefill of 512, tokens/s | decode, tokens/s",
+)
+def domains() -> Lines:
+    """Yield models that exceed one process domain, with one and with two."""
+    for asked, count in process_domains.cases():
+        found = {"model": asked.model, "soc": asked.soc, "plan_level": asked.level}
+        row = last("process_domains", **found, what_if=dict(asked.overrides))
+        name = f"{asked.model}, {' '.join((f'`{asked.level}`', *asked.techniques))}, {asked.soc}"
+        name += ", inputs and outputs once" if process_domains.ONCE.items() <= asked.overrides.items() else ""
+        needed = re.search("graphs of ([0-9.]+) GiB", row["error"] or "")
+        if needed is not None:
+            cells = f"{needed[1]}, refused", "", ""
+        else:
+            rates = row["prefill_tokens_per_second"], row["decode_tokens_per_second"]
+            cells = (f"{row['npu_gib']:.1f}", f"{rates[0]:.0f}", f"{rates[1]:.1f}")
+        yield name, str(count), *cells
 
 
 FLOWN: Final = tuple(product(SOCS, (1024, 2048)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -13,6 +12,7 @@ import numpy as np
 from heterollm.engine.slots import HEAD_ROWS
 from heterollm.kernels.formats import concatenate_rows, take_columns, take_rows
 from heterollm.kernels.npu import (
+    CONTEXT_BYTES,
     INTEGER_FORMS,
     ContextGraph,
     ExpertsShard,
@@ -130,12 +130,19 @@ def planned_graphs(
                     yield PlannedGraph.of_experts(spec, mixed.placement, group)
 
 
-def planned_contexts(graphs: Iterable[PlannedGraph], layers: int) -> list[tuple[PlannedGraph, ...]]:
-    """Return graphs by context: all lengths of a slice or a group of experts, in some layers with the same.
+def planned_contexts(
+    graphs: Iterable[PlannedGraph], layers: int, most_bytes: int = CONTEXT_BYTES
+) -> list[tuple[PlannedGraph, ...]]:
+    """Return graphs by context, in the order in which a pass runs them.
+
+    QNN puts contexts into process domains in the order in which they are loaded. So graphs that follow one
+    another share a context or lie side by side. All lengths of a slice or a group of experts, which hold the
+    same weights, share one in any case.
 
     Args:
-        graphs: The graphs of a model.
+        graphs: The graphs of a model, those of a layer in the order of :func:`planned_graphs`.
         layers: Most layers of one context; 0 for contexts of one graph.
+        most_bytes: Most weights of a context of several slices; a larger slice has one of its own.
     """
     distinct = dict.fromkeys(graphs)
     if not layers:
@@ -146,16 +153,19 @@ def planned_contexts(graphs: Iterable[PlannedGraph], layers: int) -> list[tuple[
         whose = graph.spec.layer, graph.spec.group, graph.npu_rows, graph.experts
         place = (*whose, graph.form in INTEGER_FORMS)
         slices.setdefault(place, []).append(graph)
-    alike: dict[tuple[object, ...], list[list[PlannedGraph]]] = {}
-    for (_, group, rows, experts, _), own in sorted(slices.items(), key=lambda item: item[0]):
+    contexts: list[list[PlannedGraph]] = []
+    last: dict[bool, tuple[list[PlannedGraph], int]] = {}
+    for (layer, *_, integer), own in sorted(slices.items(), key=lambda item: (item[0][0] < 0, item[0][0])):
         own.sort(key=lambda graph: (graph.length, graph.form or ""))
-        kind = group, rows, experts, tuple((graph.length, graph.form) for graph in own)
-        alike.setdefault(kind, []).append(own)
-    return [
-        tuple(itertools.chain.from_iterable(members[first : first + layers]))
-        for members in alike.values()
-        for first in range(0, len(members), layers)
-    ]
+        size_bytes = sum({graph.form: graph.weight_bytes for graph in own}.values())
+        context, used_bytes = last.get(integer, ([], 0))
+        begin = context[0].spec.layer if context else -1
+        if begin < 0 or not begin <= layer < begin + layers or used_bytes + size_bytes > most_bytes:
+            context, used_bytes = [], 0
+            contexts.append(context)
+        context += own
+        last[integer] = context, used_bytes + size_bytes
+    return list(map(tuple, contexts))
 
 
 def context_graphs(

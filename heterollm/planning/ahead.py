@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
@@ -75,10 +75,10 @@ SPARE_BYTES: Final = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class GroupBuild:
-    """Build times of the graphs of one group at one length, or at all that share contexts, over all layers.
+    """Build times of the graphs of one group at one length, or of all that share contexts, over all layers.
 
     Args:
-        group: The group; ``scores`` are those of sparse attention, which all layers share.
+        group: The group, or all of a context; ``scores`` are those of sparse attention, which layers share.
         lengths: Tokens of each graph, or of each of its experts.
         graphs: Number of graphs.
         contexts: Number of context binaries that hold them.
@@ -89,7 +89,7 @@ class GroupBuild:
         refusal: Reason why the emulator refuses a graph, else empty.
     """
 
-    group: Group | Literal["scores"]
+    group: str
     lengths: tuple[int, ...]
     graphs: int
     contexts: int
@@ -413,21 +413,22 @@ def _build(
     shard_of: Callable[[PlannedGraph], WeightShard],
     report: Progress,
 ) -> Iterator[GroupBuild]:
-    """Build graphs by group and lengths, and yield the builds of each pair."""
+    """Build graphs by groups of a context and lengths, and yield the builds of each pair."""
     total_bytes = sum(graph.weight_bytes for context in contexts for graph in context)
     done_bytes = 0
-    kinds: dict[tuple[int, tuple[int, ...]], list[tuple[PlannedGraph, ...]]] = {}
+    kinds: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[PlannedGraph, ...]]] = {}
     for context in contexts:
         lengths = tuple(sorted({graph.length for graph in context}))
-        kinds.setdefault((ALL_GROUPS.index(context[0].spec.group), lengths), []).append(context)
-    for (index, lengths), mine in sorted(kinds.items(), key=lambda item: item[0]):
+        groups = tuple(dict.fromkeys(ALL_GROUPS.index(graph.spec.group) for graph in context))
+        kinds.setdefault((groups, lengths), []).append(context)
+    for (groups, lengths), mine in sorted(kinds.items(), key=lambda item: item[0]):
         built = []
         for context in mine:
             report("Compiling NPU graphs", done_bytes, total_bytes)
             first = context[0]
             built.append((len(context), *_timed(npu, shard_of(first), first.length, first.form)))
             done_bytes += sum(graph.weight_bytes for graph in context)
-        yield _counted(ALL_GROUPS[index], lengths, built)
+        yield _counted(", ".join(ALL_GROUPS[index] for index in groups), lengths, built)
     report("Compiling NPU graphs", total_bytes, total_bytes)
 
 
@@ -455,7 +456,7 @@ def _timed(
 
 
 def _counted(
-    group: Group | Literal["scores"],
+    group: str,
     lengths: tuple[int, ...],
     built: Sequence[tuple[int, BuiltGraph, float]],
 ) -> GroupBuild:

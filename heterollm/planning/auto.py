@@ -152,7 +152,7 @@ def rule_plans(model: ProfiledModel, request: PlanRequest, solver: Solver) -> li
     return [
         structs.replace(plan, shape=shape)
         for plan in plans
-        if solver.budget.holds(model.npu_bytes(plan))
+        if model.fits(plan, solver.budget)
         and all(entry.group in measured for entry in plan.placed if entry.placement.npu_lengths)
     ]
 

@@ -226,12 +226,13 @@ def stored_profile(device: Device, file: str | Path | None = None) -> Profile | 
     from heterollm.profiler.predict import checked, fitted_predictor
     from heterollm.profiler.records import Profile, profile_path
 
+    described = device.description()
     if file is not None:
-        return checked(Profile.load(Path(file), expected=device.description()))
+        return checked(Profile.load(Path(file), expected=described))
     path: Path = profile_path(device.name, device.fingerprint())
     if not path.exists():
         return None
-    profile = checked(Profile.load(path))
+    profile = checked(Profile.load(path, expected=described))
     if not any(run["finished"] for run in profile.runs.values()):
         try:
             fitted_predictor(profile)

@@ -84,6 +84,7 @@ def solve_plan(
         "head rows": HEAD_ROWS,
         "chunk length": CHUNK_LENGTH,
         "request": structs.replace(request, histogram=None),
+        "memory": (model.profile.addressable_bytes, model.profile.domain_bytes),
         "evidence": hashlib.sha256(msgspec.json.encode(dict(evidence), order="deterministic")).hexdigest(),
         "histogram": None if histogram is None else sorted(histogram.items()),
     }
@@ -96,7 +97,7 @@ def solve_plan(
         chunk_length = min(plan.chunk_length, longest or plan.chunk_length)
         return with_techniques(model, structs.replace(plan, chunk_length=chunk_length), request, evidence)
 
-    plan = kept_plan(plan_path(model.profile, inputs), lambda: _solve(model, request, solver, add))
+    plan = kept_plan(plan_path(model.profile, inputs), lambda: _fitting(model, request, solver, add))
     notes = plan_notes(model, plan, request)
     if request.level == "auto":
         notes = (words(_candidates(model, request, plan, solver)), *notes)
@@ -143,6 +144,24 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
     )
 
 
+def _fitting(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]) -> Plan:
+    """Return a plan whose contexts fit the NPU's process domains.
+
+    The solver adds sizes up. Where contexts then leave too much of a domain empty, it gets a budget that is
+    less by their largest one for each domain but one: what finds no place in any domain exceeds that.
+    """
+    plan = _solve(model, request, solver, add)
+    limit, domain_bytes, largest = solver.budget.npu_bytes, model.profile.domain_bytes, 0
+    further = (limit - 1) // domain_bytes if limit and domain_bytes else 0
+    while limit and further and not model.fits(plan, solver.budget):
+        if (found := max(model.context_sizes(plan))) <= largest:
+            break  # a technique took more than the budget
+        largest = found
+        budget = replace(solver.budget, npu_bytes=max(0, limit - further * largest))
+        plan = _solve(model, request, replace(solver, budget=budget), add)
+    return plan
+
+
 def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]) -> Plan:
     best, prompts = best_strategy(model.profile), _prompts(model, request)
     if LLM_NPU not in request.techniques or model.limits is None:
@@ -151,7 +170,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Call
         plan = llm_npu_plan(model, request, prompts)
         if request.level != "auto":
             solved = _solved(model, request_of_solver(request), solver, prompts)
-            fits = solver.budget.holds(model.npu_bytes(plan))
+            fits = model.fits(plan, solver.budget)
             plan = faster_plan(model, solved, plan, prompts) if fits else solved
     plan, level = add(plan), plan.level
     if request.level == "auto":
@@ -177,7 +196,7 @@ def _solved(model: ProfiledModel, request: PlanRequest, solver: Solver, prompts:
     weights = weights_of(request, solver.limits.standard_lengths)
     fused = _solved_at(replace(solver, level="fused"), model, request, prompts)
     mixed = (_of_phases(first, second) for first, second in ((plan, fused), (fused, plan)))
-    fitting = (one for one in mixed if solver.budget.holds(model.npu_bytes(one)))
+    fitting = (one for one in mixed if model.fits(one, solver.budget))
     plans = [predicted(model, one, weights) for one in (plan, fused, *fitting)]
     return compared(plans, weights)[0][1].plan
 
@@ -205,7 +224,7 @@ def _solved_at(
         plan, slices = plan_chunks(solver, plan, slices, prompts, model.costs.at, weights)
     if solver.level == "fused":
         normed = with_norms(plan, model.specs)
-        plan = normed if solver.budget.holds(model.npu_bytes(normed)) else plan
+        plan = normed if model.fits(normed, solver.budget) else plan
     if request.in_flight != 1 and plan.uses_npu:
         plan = plan_flights(solver, plan, slices, request.in_flight, prompts, model.costs.at, weights)
     return plan

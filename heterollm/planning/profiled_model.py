@@ -9,6 +9,7 @@ from functools import cached_property
 
 from heterollm.base import ProfileError
 from heterollm.kernels.devices import shares_cores
+from heterollm.kernels.npu import fits_domains
 from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs, joined_specs
 from heterollm.model import (
     ModelConfig,
@@ -20,6 +21,7 @@ from heterollm.model import (
 )
 from heterollm.profiler.records import Profile
 from heterollm.solver import (
+    Budget,
     ExpertPrices,
     GraphSharing,
     NpuLimits,
@@ -137,7 +139,18 @@ class ProfiledModel:
 
     def npu_bytes(self, plan: Plan) -> int:
         """Return the bytes that the NPU's graphs of a plan take: weights, inputs and outputs."""
-        return plan.npu_bytes(self.every_spec, self.profile.graph_memory)
+        return sum(self.context_sizes(plan))
+
+    def context_sizes(self, plan: Plan) -> list[int]:
+        """Return the bytes of the contexts of the NPU's graphs of a plan."""
+        return plan.context_sizes(self.every_spec, self.profile.graph_memory)
+
+    def fits(self, plan: Plan, budget: Budget) -> bool:
+        """Return whether the NPU's process domains hold the contexts of a plan within a budget."""
+        limit = budget.npu_bytes
+        if limit is None:
+            return True
+        return fits_domains(self.context_sizes(plan), limit, self.profile.domain_bytes or max(1, limit))
 
     def sharing(self, plan: Plan, prompt: int) -> GraphSharing:
         """Return what the chunks of a prompt share under a plan."""

@@ -65,7 +65,7 @@ def graphs_of(device: Device, plan: Plan, specs: Sequence[OpSpec]) -> GraphUse:
         }
     )
     held_bytes = plan.npu_bytes(specs, graph_memory(device.npu))
-    limit_gib = soc.npu.address_space_gib or None
+    limit_gib = soc.npu.address_space_gib * soc.npu.process_domains or None
     return GraphUse(count, held_bytes / GIB, limit_gib, count * soc.build.session_us / 1e6)
 
 

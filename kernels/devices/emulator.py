@@ -19,6 +19,7 @@ def open_emulator(wanted: Opening) -> Device:
     from heterollm.kernels.npu import QnnNpu
 
     npu = QnnNpu(emulator=True, power=wanted.power)
+    npu.recall_memory()
     half = np.dtype(np.float16)
     return Device(
         *("emulator", runtime, npu, split, npu.activation_dtype, half, "emulated"),

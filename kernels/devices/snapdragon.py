@@ -35,6 +35,7 @@ def open_snapdragon(wanted: Opening) -> Device:
         npu = QnnNpu(emulator=False, power=power)
         npu.self_test()
         npu.choose_contexts(chosen_context_layers())
+        npu.recall_memory()
         arenas = open_arenas(runtime, npu)
         if npu.power is not None:
             npu.power.wake()

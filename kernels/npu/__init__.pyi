@@ -1,5 +1,7 @@
+from .contexts import CONTEXT_BYTES as CONTEXT_BYTES
 from .contexts import ContextGraph as ContextGraph
 from .contexts import ContextPackager as ContextPackager
+from .contexts import fits_domains as fits_domains
 from .forms import FUSED_FORMS as FUSED_FORMS
 from .forms import every_form as every_form
 from .graphs import GRAPH_VERSION as GRAPH_VERSION

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from msgspec import Struct
 
+from heterollm.base import GIB
 from heterollm.kernels.npu.protocol import GraphForm
 from heterollm.kernels.npu.session import Handles, HeldSession
 from heterollm.kernels.npu.shards import GraphShard, ShardKey, WeightShard
@@ -22,6 +23,30 @@ GraphIdentity: TypeAlias = tuple[ShardKey, GraphForm, int]
 
 PackedGraph: TypeAlias = tuple[GraphShard, GraphForm, int]
 """Shard, form and length of a graph to open or build."""
+
+CONTEXT_BYTES: Final = GIB
+"""Most weights of a context of several slices. One larger than a process domain never loads
+(onnxruntime#20930), and large ones leave much of a domain empty; Qualcomm's own Llama 2 7B has four of
+1.0 GB (ai-hub-models#85)."""
+
+
+def fits_domains(sizes: Iterable[int], memory_bytes: int, domain_bytes: int) -> bool:
+    """Return whether contexts fit: each, in order, lies whole in the first process domain with room for it.
+
+    Args:
+        sizes: Bytes of the contexts.
+        memory_bytes: Bytes of all domains; the last one may have fewer than the others.
+        domain_bytes: Bytes of a domain.
+    """
+    free: list[int] = []
+    for size in sizes:
+        place = next((place for place, room in enumerate(free) if size <= room), len(free))
+        if place == len(free):
+            free.append(min(domain_bytes, memory_bytes - place * domain_bytes))
+        free[place] -= size
+        if free[place] < 0:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +187,13 @@ class HeldContexts:
         self._contexts.move_to_end(graphs)
         return self._contexts[graphs].graphs[graph]
 
-    def make_room(self, size_bytes: int, limit_bytes: int | None) -> None:
-        """Close the contexts that were opened longest ago until one more of a size fits the limit."""
-        if limit_bytes is None:
-            return
-        used_bytes = self.open_bytes
-        for context in self._contexts.values():
-            if used_bytes + size_bytes <= limit_bytes:
-                return
-            if context.is_open:
-                context.close()
-                used_bytes -= context.size_bytes
+    def make_room(self, size_bytes: int, memory_bytes: int, domain_bytes: int) -> None:
+        """Close the contexts that were opened longest ago until one more of a size fits the domains."""
+        left = [context for context in self._contexts.values() if context.is_open]
+        while left and not fits_domains(
+            (*(context.size_bytes for context in left), size_bytes), memory_bytes, domain_bytes
+        ):
+            left.pop(0).close()
 
     def release(self, shard: ShardKey) -> None:
         """Drop the contexts that have graphs of a shard."""

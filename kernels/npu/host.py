@@ -52,6 +52,7 @@ class HostNpu:
     reuses_io = False
     unrolls_blocks = False
     addressable_bytes = None
+    domain_bytes = None
     graph_weight_bytes = None
     standard_lengths = STANDARD_LENGTHS
     row_alignment = 64

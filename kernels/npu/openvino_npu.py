@@ -134,6 +134,7 @@ class OpenVinoNpu:
     reuses_io = False
     unrolls_blocks = True
     addressable_bytes = None
+    domain_bytes = None
     graph_weight_bytes = None
     standard_lengths = tuple(length for length in STANDARD_LENGTHS if length <= LONGEST)
     row_alignment = 64

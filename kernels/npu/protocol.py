@@ -159,6 +159,10 @@ class NpuBackend(Protocol):
         """Most bytes that all its open graphs can take; None without a limit of its own."""
 
     @property
+    def domain_bytes(self) -> int | None:
+        """Most bytes of one of the parts in which it addresses them, of which a context needs one whole."""
+
+    @property
     def graph_weight_bytes(self) -> int | None:
         """Most bytes of weights in one graph of experts; None without a limit."""
 

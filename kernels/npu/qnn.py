@@ -1,8 +1,10 @@
 """The NPU backend of ``snapdragon`` and ``emulator``: Qualcomm's HTP through onnxruntime-qnn, in float16.
 
 Each shard has one static graph per length. The backend compiles it, closes the compiled session, which is
-heavy, and loads the cached context binary, whose weights are mapped. Open contexts take no more memory than
-the NPU can address: the backend closes those that it opened longest ago, and opens them again when they run.
+heavy, and loads the cached context binary, whose weights are mapped. QNN spreads loaded contexts over several
+process domains where the platform has them. Open contexts take no more memory than these can address: the
+backend closes those that it opened longest ago, and opens them again when they run. If QNN refuses one
+nevertheless, what it holds by then is the limit from the next load on.
 
 Where :attr:`QnnNpu.context_layers` says so, graphs that :meth:`QnnNpu.package` names share one context, which
 holds equal weights once. Such a binary compiles anywhere and crashes the x86 emulator that loads it, so that
@@ -19,14 +21,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from msgspec import Struct
 
 from heterollm.base import (
     GIB,
     MIB,
     CacheError,
+    Count,
     DeviceError,
     GraphError,
+    KeptResult,
     OptionError,
+    format_bytes,
     locked,
     see,
 )
@@ -57,11 +63,18 @@ from heterollm.kernels.npu.protocol import (
     check_form,
     edge_dtype,
 )
-from heterollm.kernels.npu.qnn_binaries import ContextBinary, temporary_graphs
+from heterollm.kernels.npu.qnn_binaries import GRAPHS_FOLDER, ContextBinary, temporary_graphs
 from heterollm.kernels.npu.qnn_compile import compile_graph, compile_shared
+from heterollm.kernels.npu.qnn_contexts import chosen_process_domains
 from heterollm.kernels.npu.qnn_cpu_time import emulated_cpu_us
 from heterollm.kernels.npu.qnn_power import SESSION_OPTIONS, QnnPower
-from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_context, qnn_available, qnn_versions
+from heterollm.kernels.npu.qnn_runtime import (
+    NoRoomError,
+    QnnTarget,
+    open_context,
+    qnn_available,
+    qnn_versions,
+)
 from heterollm.kernels.npu.qnn_sharing import (
     REUSED_IO_OPTION,
     kept_verdict,
@@ -86,6 +99,13 @@ DEFAULT_SOC_MODEL = "57"
 
 HEXAGON_BYTES = 7 * GIB // 2
 """Memory that one process domain of a Hexagon maps: 3.5 GiB by onnxruntime-qnn#606, up to 4 elsewhere."""
+
+
+class NpuMemory(Struct, frozen=True, forbid_unknown_fields=True):
+    """Bytes of contexts that a machine's NPU held when it refused one more."""
+
+    held_bytes: Count
+
 
 EXPERTS_BYTES = HEXAGON_BYTES // 4
 """Most weights of one graph of experts. A graph is opened and closed as a whole, so the address space should
@@ -116,6 +136,7 @@ class QnnNpu:
 
     Attributes:
         power: The switch of the clocks; None where nothing is asked for.
+        addressable_bytes: What all process domains address, or hold: see :meth:`recall_memory`.
         context_layers: As above; :meth:`choose_contexts` and a refused context change it.
         memory: Memory that graphs use without copies; None before :meth:`share_memory`.
 
@@ -128,7 +149,7 @@ class QnnNpu:
     graphs_by_length = True
     unrolls_blocks = False
     io_by_graph = True
-    addressable_bytes: int | None = HEXAGON_BYTES
+    domain_bytes: int | None = HEXAGON_BYTES
     graph_weight_bytes: int | None = EXPERTS_BYTES
     activation_dtype: np.dtype[Any] = np.dtype(np.float16)
 
@@ -145,6 +166,8 @@ class QnnNpu:
         if not usable:
             raise DeviceError(reason, fix=fix)
         self.memory: SharedMemory | None = None
+        self._domains = chosen_process_domains()
+        self.addressable_bytes: int | None = self._domains * HEXAGON_BYTES
         if emulator and soc_model is None:
             soc_model = DEFAULT_SOC_MODEL
         options = {
@@ -227,7 +250,7 @@ class QnnNpu:
             try:
                 self._hold(graphs)
             except GraphError as error:
-                if len(graphs) == 1:
+                if len(graphs) == 1 or isinstance(error, NoRoomError):
                     raise
                 self._stop_sharing(error.message)
                 self._hold([(shard, chosen, length)])
@@ -247,6 +270,13 @@ class QnnNpu:
                 self.context_layers, self._reuses_io = layers, verdict.reuses_io
             else:
                 logger.info("NPU graphs share no contexts: %s", verdict.reason)
+
+    def recall_memory(self) -> None:
+        """Take as the limit what this machine's NPU held when it refused a context, if it ever has."""
+        kept = self._kept_memory()
+        if kept.path.exists():
+            stated = NpuMemory(self._domains * HEXAGON_BYTES)
+            self.addressable_bytes = kept.load(lambda: stated).held_bytes
 
     def test_sharing(self) -> SharingVerdict:
         """Run the self-test of shared contexts, and keep its verdict.
@@ -437,27 +467,59 @@ class QnnNpu:
         keys = [(shard.key, form, length) for shard, form, length in graphs]
         if self._temporary is not None:
             self._removable.update(dict.fromkeys(keys, stored))
-        self._contexts.make_room(size_bytes, self.addressable_bytes)
-        sessions = self._open(stored, graphs, label)
+        self._make_room(size_bytes)
+        try:
+            sessions = self._open(stored, graphs, label)
+        except NoRoomError as error:
+            raise self._refused(error, size_bytes) from error
         target, models = self._context_target(graphs), stored.models
 
         def open_again() -> Sequence[Any]:
             # It must not keep the shards with their weights.
-            self._contexts.make_room(size_bytes, self.addressable_bytes)
+            self._make_room(size_bytes)
             self._contexts.session(keys[0])
             try:
                 sessions = open_context(models, target, label)
-            except GraphError as error:
-                if len(models) > 1:
+            except GraphError as found:
+                error = self._refused(found, size_bytes) if isinstance(found, NoRoomError) else found
+                if len(models) > 1 and not isinstance(error, NoRoomError):
                     self._stop_sharing(error.message)
                     fix = f"Load the model again: graphs share no contexts from now on. {LEAVE}"
-                    raise GraphError(error.message, fix=fix) from error
-                raise
+                    error = GraphError(error.message, fix=fix)
+                raise error from found
             self.loaded_count += len(sessions)
             return sessions
 
         handles = None if self.memory is None else self.memory.new_context()
         self._contexts.add(HeldContext(size_bytes, keys, sessions, open_again, handles))
+
+    def _make_room(self, size_bytes: int) -> None:
+        if self.addressable_bytes is not None and self.domain_bytes is not None:
+            self._contexts.make_room(size_bytes, self.addressable_bytes, self.domain_bytes)
+
+    def _kept_memory(self) -> KeptResult[NpuMemory]:
+        key = self.machine_key() | {"domains": self._domains}
+        return KeptResult(GRAPHS_FOLDER, "memory of the NPU", key, NpuMemory)
+
+    def _refused(self, error: NoRoomError, size_bytes: int) -> GraphError:
+        """Return the error of a context without room, after what the NPU holds became its limit.
+
+        If it holds less than that context, the context is the reason: that is a refusal as any other.
+        """
+        held_bytes = self.open_bytes
+        if held_bytes < size_bytes:
+            return GraphError(error.message, fix=error.fix)
+        self.addressable_bytes, kept = held_bytes, self._kept_memory()
+        try:
+            kept.keep(NpuMemory(held_bytes))
+        except CacheError as problem:
+            logger.warning("The memory of the NPU is not kept: %s", problem)
+        return NoRoomError(
+            f"The NPU holds {format_bytes(held_bytes)} of graphs, and QNN loads no further "
+            f"{format_bytes(size_bytes)}: {error.message}",
+            fix=f"Load the model again: plans keep to {format_bytes(held_bytes)} from now on. If another "
+            f"program used the NPU, delete {kept.path} first. " + see("past-one-process-domain"),
+        )
 
     def _stop_sharing(self, reason: str) -> None:
         """Use contexts of one graph from now on, in later processes too, after a context was refused."""
@@ -524,7 +586,7 @@ class QnnNpu:
         try:
             sessions = open_context(stored.models, target, label)
         except GraphError as error:
-            if stored.graphs > 1:
+            if stored.graphs > 1 or isinstance(error, NoRoomError):
                 raise
             return None, f"refused by QNN ({error.message})"
         self.loaded_count += len(sessions)

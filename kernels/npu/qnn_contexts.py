@@ -1,4 +1,4 @@
-"""The number of layers that share a context, which the compiler ahead and the device must agree on."""
+"""Numbers of contexts and of process domains, which the compiler ahead and the device must agree on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Final
 from heterollm.base import OptionError
 
 CONTEXT_LAYERS: Final = 1
-"""Layers that share a context by default: all lengths of a slice have one context."""
+"""Layers that share a context by default."""
 
 LAYERS_VARIABLE: Final = "HETEROLLM_CONTEXT_LAYERS"
+
+DOMAINS_VARIABLE: Final = "HETEROLLM_NPU_DOMAINS"
 
 
 def chosen_context_layers() -> int:
@@ -19,10 +21,23 @@ def chosen_context_layers() -> int:
     Raises:
         OptionError: The variable is no such number.
     """
-    text = os.environ.get(LAYERS_VARIABLE, str(CONTEXT_LAYERS))
-    if not (text.isascii() and text.isdigit() and len(text) < 4):
-        raise OptionError(
-            f"{LAYERS_VARIABLE} is {text!r:.80}.",
-            fix="Give the number of layers that share a context, or 0 for contexts of one graph.",
-        )
+    return _number(
+        *(LAYERS_VARIABLE, CONTEXT_LAYERS, 0),
+        "Give the number of layers that share a context, or 0 for contexts of one graph.",
+    )
+
+
+def chosen_process_domains() -> int:
+    """Return the number of process domains that QNN may open, by ``$HETEROLLM_NPU_DOMAINS``, else 1.
+
+    Raises:
+        OptionError: The variable is no such number.
+    """
+    return _number(DOMAINS_VARIABLE, 1, 1, "Give the number of process domains of the NPU, at least 1.")
+
+
+def _number(variable: str, default: int, least: int, fix: str) -> int:
+    text = os.environ.get(variable, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 4 and int(text) >= least):
+        raise OptionError(f"{variable} is {text!r:.80}.", fix=fix)
     return int(text)

@@ -45,6 +45,17 @@ BACKEND_FAILURE: Final = re.compile(r"SetupBackend failed (.*?)(?:\x1b\[m)?\n")
 """The provider's words in the log where no graph could run, as without a driver."""
 
 
+MEMORY_REFUSAL: Final = re.compile(
+    r"(?i)create(?: context )?from.?binary.{0,80}?(?:MEM_ALLOC|LOADING_BINARIES|\b1002\b|\b1009\b)"
+)
+"""The provider's words where a context has no room: QNN's errors 1002, in no process domain
+(executorch#18862), and 1009, a further domain that the platform does not give (QCM6490)."""
+
+
+class NoRoomError(GraphError):
+    """QNN refused to load a context because no process domain has room for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class QnnTarget:
     """Target of sessions: the emulator or a real Hexagon, with the provider's options.
@@ -281,7 +292,8 @@ def _session_error(label: str, text: str) -> GraphError:
             f"{label} does not run on the NPU as a whole: {text}",
             fix=see("a-graph-does-not-run-on-the-npu-as-a-whole"),
         )
-    return GraphError(
+    kind = NoRoomError if MEMORY_REFUSAL.search(text) else GraphError
+    return kind(
         f"QNN refused {label}: {text}",
         fix="Run `heterollm doctor`; a context binary must come from the same SDK and SoC. "
         + see("qnn-refuses-a-context-binary"),

@@ -86,8 +86,9 @@ class SimulatedNpu:
         self.standard_lengths = lengths
         self.copies_by_length = not soc.npu.shared_contexts
         self.io_by_graph = bool(soc.npu.io_by_graph)
-        self.addressable_bytes = int(soc.npu.address_space_gib * GIB) or None
-        self.graph_weight_bytes = (self.addressable_bytes or 0) // GRAPHS_IN_SPACE or None
+        self.domain_bytes = int(soc.npu.address_space_gib * GIB) or None
+        self.addressable_bytes = (self.domain_bytes or 0) * soc.npu.process_domains or None
+        self.graph_weight_bytes = (self.domain_bytes or 0) // GRAPHS_IN_SPACE or None
         self.activation_dtype = np.dtype(np.float16) if real is None else real.activation_dtype
         self.compiled_count = 0
         self._soc = soc

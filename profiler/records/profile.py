@@ -29,7 +29,7 @@ from heterollm.base import (
     own_folder,
     read_file,
 )
-from heterollm.kernels.device import Device, fingerprint_of
+from heterollm.kernels.device import NPU_MEMORY, Device, fingerprint_of
 from heterollm.kernels.ops import GraphMemory
 from heterollm.kernels.sim import name_in_words
 from heterollm.profiler.records.record_json import KIND_NAMES, RecordLine, record_line
@@ -59,6 +59,7 @@ class Description(Struct, frozen=True):
     maps_beside_kernels: bool = False
     npu_graphs_by_length: bool | None = None
     npu_addressable_bytes: Count | None = None
+    npu_memory_bytes: Count | None = None
     activation_dtype: str = ""
 
 
@@ -130,6 +131,12 @@ class Profile:
     @property
     def addressable_bytes(self) -> int | None:
         """Most bytes that the NPU's graphs can take together; None without a limit."""
+        found = self.description.get(NPU_MEMORY)
+        return self.domain_bytes if found is None else int(found)
+
+    @property
+    def domain_bytes(self) -> int | None:
+        """Most bytes that they can take in one process domain; None without a limit."""
         found = self.description.get("npu_addressable_bytes")
         return None if found is None else int(found)
 
@@ -254,6 +261,7 @@ class Profile:
         profile = cls.from_json(text, source=str(path))
         if expected is not None:
             profile.check_device(expected, path)
+            profile.description = expected  # what the NPU holds may have been found since
         return profile
 
     def check_device(self, expected: Mapping[str, Any], path: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_snapdragon_opens_on_big_cores(cores, monkeypatch):
         def make(*_device, **options):
             opened.append((name, options["power"], tuple(os.sched_getaffinity(0))))
             made = {"self_test": lambda: None, "activation_dtype": np.dtype(np.float16)}
-            made |= {"choose_contexts": lambda _layers: None}
+            made |= {"choose_contexts": lambda _layers: None, "recall_memory": lambda: None}
             return SimpleNamespace(power=power, shared_memory="mapped", **made)
 
         return make

@@ -138,7 +138,10 @@ class NpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
         float, quantity("GB/s", "copies of a graph's inputs and outputs; 0 where none are made", 0, 10_000)
     ]
     address_space_gib: Annotated[
-        float, quantity("GiB", "memory that all open graphs can take together; 0 is no limit", 0, 1024)
+        float, quantity("GiB", "memory that open graphs can take in a process domain; 0 is no limit", 0, 1024)
+    ]
+    process_domains: Annotated[
+        int, quantity("1", "process domains, each with that much, over which QNN spreads contexts", 1, 16)
     ]
     io_by_graph: Annotated[
         int, quantity("1", "1 if each graph reserves memory for its own input and output", 0, 1)
@@ -275,9 +278,11 @@ class SocParameters(Struct, frozen=True, forbid_unknown_fields=True):
         unused += () if self.npu.integer_graphs else INTEGER_PARAMETERS
         if not self.hand_over.maps_beside_kernels:
             unused += ("hand_over.maps_beside_kernels",)
-        # Without sharing, profiles and rows stay valid that were made before the parameter existed.
+        # So profiles and rows stay valid that were made before the parameters existed.
         if not self.npu.shared_contexts:
             unused += ("npu.shared_contexts",)
+        if self.npu.process_domains == 1:
+            unused += ("npu.process_domains",)
         unused += tuple(name for name, first in FIRST_SCORES.items() if values[name] == first)
         for name in unused:
             del values[name]

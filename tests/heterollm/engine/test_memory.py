@@ -87,6 +87,7 @@ class Packaging:
     addressable_bytes: int | None
     reuses_io: bool = False
     unrolls_blocks: bool = False
+    domain_bytes: int | None = None
     name: str = "the NPU"
 
     @property
@@ -145,6 +146,11 @@ def test_a_pass_whose_graphs_exceed_the_address_space_is_refused(bundled_model: 
     check(Npu(True, True, one))
     with pytest.raises(PlanError, match=r"A prefill pass of .* tokens needs NPU graphs of .* addresses"):
         check(Npu(True, True, one - 1))
+    # Two process domains that hold half each leave no room for the graph across their border.
+    largest = max(spec.graph_bytes(spec.member_rows, (64,), GraphMemory(True, 2)) for spec in specs[:-1])
+    check(Npu(True, True, one + largest, domain_bytes=(one + largest) // 2))
+    with pytest.raises(PlanError, match=r"addresses .* in process domains of"):
+        check(Npu(True, True, one, domain_bytes=one // 2 - 1))
 
 
 def test_the_context_counts(bundled_model: Path) -> None:
@@ -200,10 +206,16 @@ def test_load_refuses_before_it_quantises(
 def test_slices_are_dropped_once_their_graphs_are_prepared(
     host_llm: Callable[..., LLM], bundled_model: Path
 ) -> None:
+    others = shards()  # of tests before, as in parameters
     llm = host_llm(bundled_model, plan="layer")
     llm.session().prefill(list(range(40)))
     gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing) is LinearShard]
+    assert not [shard for shard in shards() if all(shard is not other for other in others)]
+
+
+def shards() -> list[LinearShard]:
+    """Return the slices of weights that anything in this process holds."""
+    return [thing for thing in gc.get_objects() if type(thing) is LinearShard]
 
 
 SHARED_MEMORY = """

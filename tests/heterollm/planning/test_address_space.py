@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from heterollm.base import GIB, silent
+from heterollm.kernels.device import NPU_MEMORY, fingerprint_of
 from heterollm.kernels.devices import open_device
+from heterollm.kernels.npu import fits_domains
 from heterollm.kernels.ops import GraphMemory, Phase, Precision, ffn_specs
 from heterollm.kernels.sim import Simulation
 from heterollm.model import find_model, op_specs
@@ -68,6 +71,22 @@ def test_the_default_plan_fits_and_serves_all_lengths(
     assert rate(plan, 1) == pytest.approx(rate(everything, 1), rel=1e-3)
     # With a graph for every length and no limit no prompt is more than twice as fast.
     assert all(rate(everything, prompt) < 2.0 * rate(plan, prompt) for prompt in (1, *PROMPTS))
+
+
+@pytest.mark.parametrize(("domain_gib", "domains"), [(3.5, 2), (2.0, 2), (1.25, 4), (0.75, 3), (0.25, 3)])
+def test_each_context_lies_in_a_process_domain(model: ProfiledModel, domain_gib: float, domains: int) -> None:
+    domain_bytes = int(domain_gib * GIB)
+    memory = {"npu_addressable_bytes": domain_bytes, NPU_MEMORY: domains * domain_bytes}
+    described = {**model.profile.description, **memory}
+    own = replace(model, profile=replace(model.profile, description=described))
+    assert own.profile.addressable_bytes == domains * domain_bytes
+    plan = solve_plan(own, PlanRequest()).plan
+    sizes = own.context_sizes(plan)
+    assert fits_domains(sizes, domains * domain_bytes, domain_bytes)
+    if domain_gib > 1.0:
+        assert sum(sizes) > domain_bytes  # more than one of them is used
+    # A profile is that of the same device, whatever its NPU was found to hold.
+    assert own.profile.fingerprint == fingerprint_of({**described, NPU_MEMORY: domain_bytes})
 
 
 def test_lengths_that_share_weights_leave_room_for_more(tmp_path_factory: pytest.TempPathFactory) -> None:

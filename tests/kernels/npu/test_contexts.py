@@ -15,16 +15,28 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from heterollm.base import DeviceError, GraphError
+from heterollm.base import DeviceError, GraphError, OptionError
 from heterollm.kernels.formats import linear_errors
-from heterollm.kernels.npu import ContextGraph, LinearShard, QnnNpu, qnn_available, qnn_sharing, small_shard
+from heterollm.kernels.npu import (
+    ContextGraph,
+    LinearShard,
+    QnnNpu,
+    fits_domains,
+    qnn_available,
+    qnn_runtime,
+    qnn_sharing,
+    small_shard,
+)
 from heterollm.kernels.npu import qnn as npu_qnn
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.kernels.npu.qnn_child import ChildError
 from heterollm.kernels.npu.qnn_compile import compile_shared
-from heterollm.kernels.npu.qnn_runtime import PROVIDER, QnnTarget, open_context, open_session
+from heterollm.kernels.npu.qnn_contexts import chosen_process_domains
+from heterollm.kernels.npu.qnn_runtime import PROVIDER, NoRoomError, QnnTarget, open_context, open_session
 from heterollm.kernels.npu.qnn_sharing import kept_verdict, run_sharing_test
 from heterollm.kernels.npu.session import session_options
 
@@ -217,6 +229,146 @@ def test_contexts_open_and_close_whole_within_the_address_space(qnn, make_slice)
     # Three at a time, the owner, which was opened first, last.
     triples = [tuple(qnn.closed[at : at + 3]) for at in range(0, len(qnn.closed), 3)]
     assert set(triples) <= {(64 + n / 2, 32 + n / 2, 1 + n / 2) for n in range(4)}
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(40, 100), st.integers(1, 5), st.data())
+def test_contexts_fit_whole_into_process_domains(sizes, domain, domains, data):
+    memory = domains * domain - data.draw(st.integers(0, domain - 1))
+    fits = fits_domains(sizes, memory, domain)
+    assert fits_domains(sizes, memory, memory) is (sum(sizes) <= memory)
+    if sum(sizes) > memory:
+        assert not fits
+    if fits:  # so do fewer, in a larger memory too
+        assert fits_domains(sizes[:-1], memory, domain)
+        assert fits_domains(sizes, memory + domain, domain)
+    # What finds no place in any domain exceeds the memory less the largest context for each but one.
+    if sum(sizes) <= memory - (-(-memory // domain) - 1) * max(sizes, default=0):
+        assert fits
+    # In order, each in the first with room.
+    rooms = [min(domain, memory - first) for first in range(0, memory, domain)]
+    for size in sizes:
+        place = next((place for place, room in enumerate(rooms) if room >= size), None)
+        if place is None:
+            assert not fits
+            return
+        rooms[place] -= size
+    assert fits
+
+
+def test_contexts_make_room_by_process_domains(qnn, make_slice):
+    """Two contexts of three fifths of a domain need a domain each, though two fifths of both are left."""
+    npu = QnnNpu(emulator=True)
+    shards = [shard_of(make_slice, layer) for layer in range(3)]
+    one = shards[0].weight_bytes + 32 * (256 + 64) * 2
+    npu.domain_bytes, npu.addressable_bytes = one * 5 // 3, one * 10 // 3
+    for shard in shards:
+        run(npu, shard, 32)
+        assert npu.open_bytes <= 2 * one
+    assert qnn.closed == [32]
+
+
+FULL = {
+    1002: "contextCreateFromBinary failed. Error: QNN_COMMON_ERROR_MEM_ALLOC: Memory allocation related.",
+    1009: "Failed to create context from binary. Error code: 1009",
+}
+
+
+class TestFullNpu:
+    """QNN refuses the fourth context: what three take is the memory of the NPU from then on."""
+
+    @pytest.fixture(params=sorted(FULL))
+    def refusal(self, request):
+        """The text of QNN's error."""
+        return FULL[request.param]
+
+    def refuse_from(self, monkeypatch, qnn, number, text):
+        opened, open_session = [0], qnn.open_session
+
+        def refusing(model, target, label, **options):
+            opened[0] += 1
+            if opened[0] > number:
+                raise qnn_runtime._session_error(label, text)
+            return open_session(model, target, label, **options)
+
+        monkeypatch.setattr("heterollm.kernels.npu.qnn_runtime.open_session", refusing)
+
+    @pytest.mark.parametrize("layers", [0, 1])
+    def test_a_refusal_is_a_number_found(self, qnn, make_slice, monkeypatch, cache_folder, refusal, layers):
+        monkeypatch.setenv("HETEROLLM_NPU_DOMAINS", "2")
+        npu = QnnNpu(emulator=True, context_layers=layers)
+        npu.recall_memory()
+        assert npu.addressable_bytes == 2 * npu.domain_bytes == 7 * 2**30
+        shards = packaged(npu, [shard_of(make_slice, layer) for layer in range(5)], 1)
+        self.refuse_from(monkeypatch, qnn, 9 if layers else 3, refusal)
+        for shard in shards[:3]:
+            run(npu, shard, 32)
+        held, compiled = npu.open_bytes, len(qnn.compiled)
+        with pytest.raises(
+            NoRoomError, match=r"holds \d+\.\d KiB of graphs, and QNN loads no further"
+        ) as found:
+            npu.prepare(shards[3], 32)
+        assert refusal in found.value.message
+        assert "Load the model again" in found.value.fix
+        # It is no fault of a file or of contexts that share weights.
+        assert len(qnn.compiled) == compiled + 1
+        assert bool(npu.context_layers) is bool(layers)
+        again = QnnNpu(emulator=True, context_layers=layers)
+        assert again.addressable_bytes == 7 * 2**30
+        again.recall_memory()
+        assert again.addressable_bytes == npu.addressable_bytes == held
+        # Within that the next load holds as many, and never asks for more.
+        monkeypatch.setattr("heterollm.kernels.npu.qnn_runtime.open_session", qnn.open_session)
+        for shard in packaged(again, shards, 1):
+            run(again, shard, 32)
+            assert again.open_bytes <= held
+        # Another statement is another try.
+        monkeypatch.setenv("HETEROLLM_NPU_DOMAINS", "3")
+        other = QnnNpu(emulator=True)
+        other.recall_memory()
+        assert other.addressable_bytes == 3 * other.domain_bytes
+
+    def test_a_context_larger_than_all_that_is_open_says_nothing_of_the_memory(
+        self, qnn, make_slice, monkeypatch, refusal
+    ):
+        npu = QnnNpu(emulator=True)
+        run(npu, shard_of(make_slice, 0), 32)
+        limit = npu.addressable_bytes
+        self.refuse_from(monkeypatch, qnn, 0, refusal)
+        with pytest.raises(GraphError) as found:
+            npu.prepare(shard_of(make_slice, 1, rows=512), 32)
+        assert not isinstance(found.value, NoRoomError)
+        npu.recall_memory()
+        assert npu.addressable_bytes == limit
+
+    def test_a_graph_that_does_not_open_again_is_a_number_found(self, qnn, make_slice, monkeypatch, refusal):
+        npu = QnnNpu(emulator=True, context_layers=1)
+        shards = packaged(npu, [shard_of(make_slice, layer) for layer in range(4)], 1)
+        one = shards[0].weight_bytes + sum(LENGTHS) * (256 + 64) * 2
+        npu.addressable_bytes = 3 * one
+        x, y = np.zeros((32, 256), np.float16), np.zeros((32, 64), np.float16)
+        first, *_ = [npu.prepare(shard, 32).bind({"x": x}, {"y": y}) for shard in shards]
+        self.refuse_from(monkeypatch, qnn, 0, refusal)
+        with pytest.raises(NoRoomError, match="loads no further"):
+            first()
+        assert npu.addressable_bytes == 2 * one
+        assert npu.context_layers == 1
+
+
+def test_other_refusals_are_none_of_memory():
+    for text in (
+        "Error code: 5000",
+        "graphFinalize failed: 1002",
+        "contextCreateFromBinary failed. Error: 1003",
+    ):
+        assert not isinstance(qnn_runtime._session_error("a graph", text), NoRoomError)
+
+
+def test_the_number_of_process_domains_is_checked(monkeypatch):
+    for text in ("0", "-1", "x", "1e3", "1000"):
+        monkeypatch.setenv("HETEROLLM_NPU_DOMAINS", text)
+        with pytest.raises(OptionError, match="HETEROLLM_NPU_DOMAINS is") as found:
+            chosen_process_domains()
+        assert "at least 1" in found.value.fix
 
 
 def test_models_share_no_contexts(qnn, make_slice):
