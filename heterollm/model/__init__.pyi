@@ -38,7 +38,6 @@ from .known import KNOWN_MODELS as KNOWN_MODELS
 from .known import FoundModel as FoundModel
 from .known import default_shapes as default_shapes
 from .known import find_model as find_model
-from .layout import block_norms as block_norms
 from .layout import kept_formats as kept_formats
 from .layout import op_specs as op_specs
 from .library import StoredModel as StoredModel

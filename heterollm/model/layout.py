@@ -193,11 +193,6 @@ def layer_norms(config: ModelConfig, layer: int) -> dict[Norm, int]:
     return {norm: found[norm] for norm in _tensors(config).norms if norm in found}
 
 
-def block_norms(config: ModelConfig) -> int:
-    """Return how many norms the first layer has before or behind attention and feed-forward network."""
-    return sum(len(stage.norms) for stage in config.per_layer[0].stages)
-
-
 def norm_name(config: ModelConfig, layer: int, norm: Norm) -> str:
     """Return the tensor name of one norm of a layer; "" of one without weights."""
     names = _tensors(config)

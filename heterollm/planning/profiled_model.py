@@ -14,7 +14,6 @@ from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs, jo
 from heterollm.model import (
     ModelConfig,
     ModelShape,
-    block_norms,
     expert_specs,
     fusion_obstacle,
     shape_of_specs,
@@ -154,7 +153,7 @@ class ProfiledModel:
 
     def sharing(self, plan: Plan, prompt: int) -> GraphSharing:
         """Return what the chunks of a prompt share under a plan."""
-        return graph_sharing(plan, self.specs, prompt, block_norms(self.config), self.profile.graph_memory)
+        return graph_sharing(plan, self.specs, prompt, self.profile.graph_memory)
 
     @property
     def missing(self) -> frozenset[str]:

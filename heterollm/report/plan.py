@@ -197,16 +197,13 @@ def attention_table(model: ProfiledModel, plan: Plan, context: int) -> Table:
 
 
 def sharing_words(sharing: GraphSharing, prompt: int) -> str:
-    """Return what the chunks of a prompt share, as llm.npu counts it and here."""
+    """Return what the chunks of a prompt share."""
     chunks = f"{sharing.chunks} chunk{'s' if sharing.chunks > 1 else ''}"
     return (
-        f"The layers have {sharing.parts} parts as llm.npu counts them. {sharing.shareable} do not depend on "
-        f"a chunk's position ({sharing.norms} norms, {sharing.linears} linear): all chunks share them; "
-        f"llm.npu builds the other {sharing.attentions}, attention, for each chunk. Here attention is a GPU "
-        "kernel that reads position and length from a buffer, and serves all chunks, too. The "
-        f"{sharing.graphs} NPU graphs of a prompt of {prompt} tokens in {chunks} take "
-        f"{format_bytes(sharing.held_bytes)}; for each chunk apart they would take "
-        f"{format_bytes(sharing.separate_bytes)} ({sharing.saved_fraction:.0%} saved)."
+        f"The {sharing.graphs} NPU graphs of a prompt of {prompt} tokens in {chunks} take "
+        f"{format_bytes(sharing.held_bytes)}. Graphs for each chunk apart would be {sharing.separate_graphs} "
+        f"and take {format_bytes(sharing.separate_bytes)} ({sharing.saved_fraction:.0%} saved). Attention "
+        "and norms, GPU kernels that read a chunk's position from a buffer, serve all chunks, too."
     )
 
 

@@ -4,9 +4,9 @@ A model that was fitted to few points may predict that a wide shard is faster th
 that eight tokens cost as much as one. Between two measured widths of a weight, time is nearly linear. Beside
 them, and at other lengths, four rules hold on every processor that was measured:
 
-- More rows take no less time, and neither do more tokens within a stage of 32. From one stage to the next
-  time may fall (one order of the emulator costs less at 33 tokens than at 32), but never below the time of a
-  token.
+- More rows take no less time, and neither do more tokens within a stage of 32, or from the second stage on.
+  From the first stage to the second time may fall (one order of the emulator costs less at 33 tokens than at
+  32), but never below the time of a token.
 - A row costs no less in a narrower shard than in a measured wider one, since fewer rows share the fixed
   costs; likewise a token in a shorter shard of another stage. The rule does not hold for inputs: Hexagon
   takes 3.5 times as long for each weight of 14336 inputs as for one of 4096.
@@ -202,7 +202,7 @@ def _bounding_lengths(lengths: Sequence[int], tokens: int) -> list[tuple[int, fl
     for length in reversed(lengths[:place]):
         # Below one array's width, twice the tokens may take more than twice as long.
         high = float(-(-tokens // length)) if length >= ARRAY else math.inf
-        found.append((length, 1.0 if stage(length) == own else 0.0, high))
+        found.append((length, 1.0 if stage(length) == own or length > ARRAY else 0.0, high))
         break
     for length in lengths[place:]:
         if length == tokens:

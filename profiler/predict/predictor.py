@@ -48,7 +48,7 @@ from heterollm.profiler.records import (
 
 FIX: Final = "Run `heterollm profile`."
 
-PREDICTOR_VERSION: Final = 8
+PREDICTOR_VERSION: Final = 9
 """Raise when a fit of the same profile gives other models: kept ones are then fitted again."""
 
 CANDIDATES: Final[Mapping[Processor, tuple[type[ShapeModel], ...]]] = {

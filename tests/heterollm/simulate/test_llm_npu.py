@@ -106,3 +106,13 @@ def test_a_plan_of_an_older_version_keeps_its_technique():
     data["request"]["passes"] = data["request"].pop("techniques")
     assert data["request"]["passes"] == ["llm.npu"]
     assert Plan.from_json(json.dumps(data)) == plan
+
+
+def test_the_chunk_length_follows_the_prompts():
+    """Short prompts have short chunks, and prompts of all lengths the 256 tokens of the paper."""
+    lengths = [
+        simulate(case("llm.npu", prompt=prompt, plan_for="prompt")).plan.chunk_length
+        for prompt in (64, 128, 1024)
+    ]
+    assert lengths == sorted(set(lengths))
+    assert simulate(case("llm.npu")).plan.chunk_length == 256
