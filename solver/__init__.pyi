@@ -47,12 +47,15 @@ from .profile_limits import limits_of as limits_of
 from .profile_overheads import best_strategy as best_strategy
 from .profile_overheads import power_of as power_of
 from .prompts import relative_time as relative_time
+from .request import BEST_TECHNIQUES as BEST_TECHNIQUES
 from .request import LLM_NPU as LLM_NPU
 from .request import NPU_EXPERTS as NPU_EXPERTS
 from .request import SHADOW_ATTENTION as SHADOW_ATTENTION
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
+from .request import TECHNIQUE_OPTIONS as TECHNIQUE_OPTIONS
 from .request import TECHNIQUES as TECHNIQUES
 from .request import InFlight as InFlight
+from .request import NamedTechnique as NamedTechnique
 from .request import PlanRequest as PlanRequest
 from .request import Technique as Technique
 from .request import check_in_flight as check_in_flight

@@ -22,20 +22,24 @@ SOLVED_LEVELS: Final[tuple[SolvedLevel, ...]] = get_args(SolvedLevel)
 RequestedLevel: TypeAlias = Literal["auto"] | SolvedLevel
 """A level of the solver, or ``auto``: the fastest of them, as far as the profile has times of the ffn."""
 
-Technique: TypeAlias = Literal["llm.npu", "shadowattn", "npumoe"]
+NamedTechnique: TypeAlias = Literal["llm.npu", "shadowattn", "npumoe"]
 """Techniques of a paper over a plan: llm.npu's chunks out of order with outliers of the activations on the
 GPU, over weights of precision ``w8a8``; shadowAttn's sparse attention; NPUMoE's experts of a mixture."""
+
+Technique: TypeAlias = NamedTechnique | Literal["auto"]
+"""A technique, or ``auto``: those, or none, with which the plan is predicted to be fastest."""
 
 LLM_NPU: Final = "llm.npu"
 SHADOW_ATTENTION: Final = "shadowattn"
 NPU_EXPERTS: Final = "npumoe"
-TECHNIQUES: Final[tuple[Technique, ...]] = get_args(Technique)
+BEST_TECHNIQUES: Final = "auto"
+TECHNIQUES: Final[tuple[NamedTechnique, ...]] = get_args(NamedTechnique)
 
 TECHNIQUE_OPTIONS: Final[Mapping[str, tuple[Technique, ...]]] = {
-    "attention": (SHADOW_ATTENTION,),
-    "experts": (NPU_EXPERTS,),
+    "attention": (SHADOW_ATTENTION, BEST_TECHNIQUES),
+    "experts": (NPU_EXPERTS, BEST_TECHNIQUES),
 }
-"""Fields of a request with the options of a technique, and its names."""
+"""Fields of a request with the options of a technique, and the names that have them, its own first."""
 
 FORBIDDEN: Final = ("gpu", "npu", *PLACEMENT_KINDS[2:])
 """Processors that need not compute linear layers, and kinds of splits that a plan can avoid."""
@@ -74,16 +78,22 @@ def check_in_flight(given: InFlight) -> None:
 
 
 def check_techniques(given: Sequence[Technique]) -> None:
-    """Refuse names that are no technique, a name twice, and llm.npu together with NPUMoE.
+    """Refuse names that are no technique, a name twice or beside ``auto``, and llm.npu together with NPUMoE.
 
     Raises:
         OptionError: There is no such technique, it is there twice, or two do not combine.
     """
     for name in given:
-        if name not in TECHNIQUES:
-            raise OptionError(f"There is no technique {name!r:.40}.", fix=f"Choose {', '.join(TECHNIQUES)}.")
+        if name not in (*TECHNIQUES, BEST_TECHNIQUES):
+            names = ", ".join((*TECHNIQUES, BEST_TECHNIQUES))
+            raise OptionError(f"There is no technique {name!r:.40}.", fix=f"Choose {names}.")
     if len(given) > len(set(given)):
         raise OptionError(f"The techniques {', '.join(given)} name one twice.", fix="Name each once.")
+    if BEST_TECHNIQUES in given and len(given) > 1:
+        raise OptionError(
+            f"The techniques {', '.join(given)} name others beside auto, which chooses among all.",
+            fix="Name auto alone, or leave it out.",
+        )
     if {LLM_NPU, NPU_EXPERTS}.issubset(given):
         raise OptionError(
             f"The techniques {', '.join(given)} do not combine: the chunks of llm.npu take turns on the NPU.",
@@ -105,7 +115,8 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
             for the histogram. None uses all lengths of the device.
         level: Level of the solver.
         in_flight: Chunks of a long prompt at once, or ``auto``.
-        techniques: Techniques of papers over the plan: ``llm.npu`` or ``npumoe``, and ``shadowattn``.
+        techniques: Techniques of papers over the plan: ``llm.npu`` or ``npumoe``, and ``shadowattn``; or
+            ``auto``.
         attention: Options of ``shadowattn``.
         experts: Options of ``npumoe``.
 

@@ -134,16 +134,16 @@ InFlightOption = Annotated[
         parser=chunk_count,
     ),
 ]
-TechniqueChoice: TypeAlias = Literal["llm.npu", "shadowattn", "npumoe"]
-TECHNIQUES: tuple[TechniqueChoice, ...] = get_args(TechniqueChoice)
+TechniqueChoice: TypeAlias = Literal["llm.npu", "shadowattn", "npumoe", "auto"]
+TECHNIQUES: tuple[TechniqueChoice, ...] = get_args(TechniqueChoice)[:-1]
 TechniqueOption = Annotated[
     Sequence[TechniqueChoice],
     several(
         "--technique",
         help="llm.npu: chunks out of order, see docs/llm-npu.md; shadowattn: sparse attention in prompts, "
         "see docs/shadow-attention.md; npumoe: a mixture's experts on the NPU, see "
-        "docs/mixture-of-experts.md.",
-        names=TECHNIQUES,
+        "docs/mixture-of-experts.md; auto: those, or none, with which the plan is predicted to be fastest.",
+        names=get_args(TechniqueChoice),
     ),
 ]
 ExpertsGibOption = Annotated[

@@ -11,7 +11,14 @@ from typing import Any, Final
 from heterollm.base import Effect, OptionFacts
 from heterollm.kernels.devices import option_devices
 from heterollm.kernels.sim import is_simulated
-from heterollm.solver import LEVELS, NPU_EXPERTS, SHADOW_ATTENTION, SOLVED_LEVELS
+from heterollm.solver import (
+    BEST_TECHNIQUES,
+    LEVELS,
+    NPU_EXPERTS,
+    SHADOW_ATTENTION,
+    SOLVED_LEVELS,
+    Technique,
+)
 
 
 def _techniques(facts: OptionFacts) -> tuple[Any, ...]:
@@ -42,31 +49,35 @@ def _uses_npu(facts: OptionFacts) -> bool:
     return facts.get("plan", "auto") != "gpu" and facts.get("npu_threads") != 0
 
 
+def _may_have(technique: Technique, facts: OptionFacts) -> bool:
+    return technique in _techniques(facts) or BEST_TECHNIQUES in _techniques(facts)
+
+
 def takes_no_calibration(facts: OptionFacts) -> bool:
     """Return whether neither the weights nor a technique nor the memory of experts can read a calibration."""
     precision, stepped = facts.get("precision", "w4a16"), facts.get("scales", "free") == "stepped"
     weights = precision == "w8a8" or (precision == "w4a16" and stepped)
-    experts = NPU_EXPERTS in _techniques(facts) or facts.get("experts_gib") is not None
+    experts = _may_have(NPU_EXPERTS, facts) or facts.get("experts_gib") is not None
     return not weights and not (experts and SHADOW_ATTENTION not in _techniques(facts))
 
 
 PLAN_EFFECTS: Final = (
     Effect(
         "keep keep_by score_buckets estimator head_pipeline",
-        lambda facts: SHADOW_ATTENTION in _techniques(facts),
+        lambda facts: _may_have(SHADOW_ATTENTION, facts),
         f"attention is sparse with the technique {SHADOW_ATTENTION} alone",
         f"Add --technique {SHADOW_ATTENTION}",
     ),
     Effect(
         "overflow",
-        lambda facts: NPU_EXPERTS in _techniques(facts),
+        lambda facts: _may_have(NPU_EXPERTS, facts),
         "experts have capacities with the technique npumoe alone",
         "Add --technique npumoe",
     ),
     Effect(
         "sync",
         lambda facts: (
-            _uses_npu(facts) or facts.get("sync") == "operator" or SHADOW_ATTENTION in _techniques(facts)
+            _uses_npu(facts) or facts.get("sync") == "operator" or _may_have(SHADOW_ATTENTION, facts)
         ),
         "nothing waits for another processor without the NPU",
         "Choose another plan than gpu",

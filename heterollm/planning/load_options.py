@@ -14,6 +14,7 @@ from heterollm.model import ModelConfig
 from heterollm.planning.load_effects import LOAD_EFFECTS
 from heterollm.planning.techniques.llm_npu import check_technique
 from heterollm.solver import (
+    BEST_TECHNIQUES,
     LENGTH_POLICIES,
     SHADOW_ATTENTION,
     AttentionRequest,
@@ -136,7 +137,9 @@ class LoadOptions:
                 fix="Run `heterollm calibrate MODEL --precision w8a8 -o FILE` and give --calibration FILE, "
                 "or choose plan gpu, which computes with float activations.",
             )
-        check_kv_bits(self.kv_bits, is_sparse=SHADOW_ATTENTION in techniques)
+        check_kv_bits(
+            self.kv_bits, is_sparse=bool({SHADOW_ATTENTION, BEST_TECHNIQUES}.intersection(techniques))
+        )
         check_experts_gib(self.experts_gib)
         check_speculative(self.speculative, self.guesses)
         for what, chosen, legal in (

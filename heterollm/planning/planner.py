@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import structs
 
-from heterollm.base import GIB, OptionError
+from heterollm.base import GIB, OptionError, ProfileError
 from heterollm.engine import HEAD_ROWS
 from heterollm.kernels.ops import ffn_specs
 from heterollm.planning.auto import Candidate, compared, predicted, rule_plans, weights_of, words
@@ -27,16 +28,21 @@ from heterollm.planning.techniques.llm_npu import (
 )
 from heterollm.planning.techniques.registry import Evidence, with_techniques
 from heterollm.solver import (
+    BEST_TECHNIQUES,
     CHUNK_LENGTH,
     LLM_NPU,
+    TECHNIQUE_OPTIONS,
+    TECHNIQUES,
     Objective,
     PhaseSync,
     Plan,
     PlanRequest,
+    Technique,
     best_strategy,
     default_chunk_length,
     model_shape,
     power_of,
+    relative_time,
     with_shadows,
 )
 
@@ -66,6 +72,8 @@ def solve_plan(
         OptionError: The request is not legal.
         PlanError: No processor can compute a group.
     """
+    if BEST_TECHNIQUES in request.techniques:
+        return _best_of_techniques(model, request, evidence, longest)
     calibrated, routed = model.calibration is not None, "experts" in evidence
     check_technique(request, model.precision, request.level, calibrated=calibrated, routed=routed)
     _check_level(model, request)
@@ -102,6 +110,39 @@ def solve_plan(
     if request.level == "auto":
         notes = (words(_candidates(model, request, plan, solver)), *notes)
     return Planned(plan, notes, model, choice, evidence)
+
+
+def _best_of_techniques(
+    model: ProfiledModel, request: PlanRequest, evidence: Evidence, longest: int | None
+) -> Planned:
+    """Return the plan that is predicted to be fastest: the plain one, or one with techniques it can have."""
+    weights = weights_of(request, () if model.limits is None else model.limits.standard_lengths)
+    plain = solve_plan(model, structs.replace(request, techniques=()), NO_EVIDENCE, longest)
+    plans: dict[tuple[Technique, ...], Planned] = {(): plain}
+    notes: list[str] = []
+    for count in range(1, len(TECHNIQUES) + 1):
+        for names in itertools.combinations(TECHNIQUES, count):
+            own = {name: found for name, found in evidence.items() if TECHNIQUE_OPTIONS[name][0] in names}
+            try:
+                found = solve_plan(model, structs.replace(request, techniques=names), own, longest)
+            except OptionError:  # the weights, the calibration or the level cannot have them
+                continue
+            except ProfileError as error:
+                notes.append(f"{' and '.join(names)}: not compared. {error.message}")
+            else:
+                plans[names] = found
+    candidates = {names: predicted(model, one.plan, weights) for names, one in plans.items()}
+    if not candidates[()].known:
+        return replace(plain, notes=(*notes, *plain.notes))
+    before_us = candidates[()].times_us
+    times = {
+        names: relative_time(weights, before_us, one.times_us.__getitem__)
+        for names, one in candidates.items()
+    }
+    fastest = min(times, key=times.__getitem__)
+    shown = ", ".join(f"{' and '.join(names) or 'none'} {time:.2f}" for names, time in times.items())
+    chosen = f"Techniques: {' and '.join(fastest) or 'none'}. Predicted times of prompts and tokens: {shown}."
+    return replace(plans[fastest], notes=(chosen, *notes, *plans[fastest].notes))
 
 
 def _candidates(

@@ -13,6 +13,7 @@ from heterollm.kernels.npu import STANDARD_LENGTHS
 from heterollm.kernels.ops import Precision
 from heterollm.kernels.sim import GpuLoad, load_soc
 from heterollm.solver import (
+    BEST_TECHNIQUES,
     LLM_NPU,
     NPU_EXPERTS,
     AttentionRequest,
@@ -140,6 +141,11 @@ class SimulationRequest:
             )
         check_in_flight(self.in_flight)
         check_techniques(self.techniques)
+        if BEST_TECHNIQUES in self.techniques:
+            raise OptionError(
+                "A simulation assumes the calibration of a technique by its name, and auto names none.",
+                fix="Name techniques, and simulate each.",
+            )
         if self.numerics and (self.techniques or self.calibrated):
             raise OptionError(
                 "With numerics no calibration is assumed, and techniques need one.",

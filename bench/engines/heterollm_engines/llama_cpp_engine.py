@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,9 @@ from heterollm_engines.gguf_file import write_gguf
 
 CHUNK: Final = 512
 """Tokens that llama.cpp computes at a time by default (``n_ubatch``)."""
+
+TRIAL_TOKENS, TRIAL_DEPTH = 16, 512
+"""Tokens that a trial of attention decodes, and those before them."""
 
 GATE_DB: Final = 25.0
 """The logits' gate: inputs are rounded with a scale in half, and the KV cache is in half on top of that."""
@@ -109,16 +113,40 @@ class LlamaCppEngine(SteppedEngine):
         model = llama_cpp.llama_model_load_from_file(
             os.fsencode(path), llama_cpp.llama_model_default_params()
         )
-        options = llama_cpp.llama_context_default_params()
-        options.n_ctx = options.n_batch = job.context
-        options.n_threads = options.n_threads_batch = self._threads
-        self._context = llama_cpp.llama_init_from_model(model, options) if model else None
-        if not self._context:
+        if not model:
             raise EngineError(f"llama.cpp does not load {path}.", fix="Delete it, and try again.")
         self._model = model
-        self._memory = llama_cpp.llama_get_memory(self._context)
         self._config = ModelConfig.from_folder(job.model)
         self._specs = op_specs(self._config, "w4a16", 32, True)
+        # Its flash attention, which it chooses by itself, is the slower one with some compilers.
+        self._has_flash = min((False, True), key=lambda flash: self._trial_s(job.context, flash=flash))
+        self._open(job.context, flash=self._has_flash)
+
+    def _open(self, positions: int, *, flash: bool) -> None:
+        options = self._lib.llama_context_default_params()
+        options.n_ctx = options.n_batch = positions
+        options.n_threads = options.n_threads_batch = self._threads
+        options.flash_attn_type = int(flash)
+        self._context = self._lib.llama_init_from_model(self._model, options)
+        if not self._context:
+            raise EngineError(
+                f"llama.cpp has no memory for {positions} positions.", fix="Compare with fewer tokens."
+            )
+        self._memory = self._lib.llama_get_memory(self._context)
+
+    def _trial_s(self, positions: int, *, flash: bool) -> float:
+        """Return the time of some tokens behind others."""
+        self._open(positions, flash=flash)
+        ids = np.arange(min(positions, TRIAL_DEPTH + TRIAL_TOKENS), dtype=np.int32) % self._config.vocab_size
+        try:
+            if len(ids) > TRIAL_TOKENS:
+                self.append(ids[:-TRIAL_TOKENS])
+            begin_s = time.perf_counter()
+            for index in range(max(0, len(ids) - TRIAL_TOKENS), len(ids)):
+                self.append(ids[index : index + 1])
+            return time.perf_counter() - begin_s
+        finally:
+            self._lib.llama_free(self._context)
 
     @property
     def facts(self) -> Facts:
@@ -137,6 +165,7 @@ class LlamaCppEngine(SteppedEngine):
                 "built_for": lib.llama_print_system_info().decode("utf-8", "replace"),
                 "threads": self._threads,
                 "kv_bits": 16,
+                "flash_attention": self._has_flash,
             },
             gate_db=GATE_DB,
             notes=("rounds inputs to 8 bits in blocks of 32 and keeps the KV cache in FP16",),

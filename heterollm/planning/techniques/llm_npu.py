@@ -17,6 +17,7 @@ from heterollm.base import OptionError
 from heterollm.kernels.npu import TILE_OF_INTEGERS
 from heterollm.solver import (
     AUTOMATIC,
+    BEST_TECHNIQUES,
     LEVELS,
     LLM_NPU,
     NPU_EXPERTS,
@@ -34,6 +35,7 @@ from heterollm.solver import (
 if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
 
+
 def check_technique(
     request: PlanRequest, precision: str, level: str, *, calibrated: bool, routed: bool = False
 ) -> None:
@@ -49,6 +51,12 @@ def check_technique(
     Raises:
         OptionError: The technique needs another precision, a calibration, another level, or a simulation.
     """
+    if BEST_TECHNIQUES in request.techniques and level not in ("auto", *SOLVED_LEVELS):
+        raise OptionError(
+            f"The technique {BEST_TECHNIQUES} chooses among plans that are solved, and plan {level!r:.80} is "
+            "given.",
+            fix=f"Choose plan auto, {', '.join(SOLVED_LEVELS)}, or name a technique.",
+        )
     calibrate = "Run `heterollm calibrate MODEL --precision w8a8 -o FILE`, and give --precision w8a8 "
     calibrate += "--calibration FILE."
     if SHADOW_ATTENTION in request.techniques:

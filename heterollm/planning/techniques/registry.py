@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from msgspec import structs
+
+from heterollm.base import CalibrationError, OptionError
 from heterollm.planning.techniques import experts, sparse_attention
-from heterollm.solver import Plan, PlanRequest
+from heterollm.solver import BEST_TECHNIQUES, TECHNIQUE_OPTIONS, Plan, PlanRequest
 
 if TYPE_CHECKING:
     from heterollm.model import ModelConfig
@@ -45,8 +49,15 @@ def calibrated_evidence(
         CalibrationError: The file cannot be read, is no calibration, or one of another model.
         OptionError: The model or the calibration lacks what a technique needs.
     """
-    found = {name: one.calibrated(path, config, request) for name, one in TECHNIQUES.items()}
-    return {name: own for name, own in found.items() if own is not None}
+    if request is None or BEST_TECHNIQUES not in request.techniques:
+        found = {name: one.calibrated(path, config, request) for name, one in TECHNIQUES.items()}
+        return {name: own for name, own in found.items() if own is not None}
+    possible: dict[str, Any] = {}
+    for technique, *_ in TECHNIQUE_OPTIONS.values():
+        # Those that the model or the calibration cannot have are no choice.
+        with contextlib.suppress(CalibrationError, OptionError):
+            possible |= calibrated_evidence(path, config, structs.replace(request, techniques=(technique,)))
+    return possible
 
 
 def with_techniques(model: ProfiledModel, plan: Plan, request: PlanRequest, evidence: Evidence) -> Plan:

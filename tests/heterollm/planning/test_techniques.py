@@ -61,7 +61,7 @@ def test_plans_have_one_chunk_length_and_the_shadows_of_the_calibration(bundled_
     with load(bundled_model, calibration, "llm.npu") as llm:
         plan = llm.plan
     entries = prefill_placements(plan)
-    assert {entry.placement.npu_lengths for entry in entries} == {(256,)}
+    assert {entry.placement.npu_lengths for entry in entries} == {(plan.chunk_length,)}
     assert {entry.placement.form for entry in entries} == {"static_int8"}
     assert plan.chunk_length == 256
     assert plan.request.techniques == ("llm.npu",)
@@ -117,11 +117,14 @@ def test_a_load_refuses_a_pass_before_it_opens_a_device():
 
 
 @pytest.mark.slow
-def test_generate_takes_a_pass(bundled_model, calibration, capsys):
+@pytest.mark.parametrize("technique", ["llm.npu", "auto"])
+def test_generate_takes_a_technique(bundled_model, calibration, capsys, technique):
     command = ["generate", str(bundled_model), "import os", "--device", "host", "--gpu-threads", "1"]
     command += ["--precision", "w8a8", "--calibration", str(calibration), "--context", str(CONTEXT)]
-    assert main([*command, "--technique", "llm.npu", "--max-new-tokens", "2"]) == 0
-    assert capsys.readouterr().out.strip()
+    assert main([*command, "--technique", technique, "--max-new-tokens", "2"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.strip()
+    assert ("Techniques: " in captured.err) == (technique == "auto")
 
 
 @pytest.mark.slow
@@ -132,4 +135,4 @@ def test_plan_explains_a_pass(bundled_model, calibration, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "level layer, predicted from the profile" in shown
     assert "Bubbles: the share of the prompt without NPU work, predicted" in shown
-    assert "do not depend on a chunk's position" in shown
+    assert "Graphs for each chunk apart would be" in shown
