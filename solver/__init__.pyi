@@ -55,7 +55,6 @@ from .request import SOLVED_LEVELS as SOLVED_LEVELS
 from .request import TECHNIQUE_OPTIONS as TECHNIQUE_OPTIONS
 from .request import TECHNIQUES as TECHNIQUES
 from .request import InFlight as InFlight
-from .request import NamedTechnique as NamedTechnique
 from .request import PlanRequest as PlanRequest
 from .request import Technique as Technique
 from .request import check_in_flight as check_in_flight
