@@ -25,7 +25,7 @@ FAST: Final = ("simulated_path", "simulated_prior")
 REPEATABLE: Final = (
     *FAST,
     *("simulated_paper", "simulated_flights", "simulated_shadow_attention"),
-    *("simulated_experts", "simulated_llm_npu"),
+    *("simulated_experts", "simulated_llm_npu", "simulated_conclusions"),
 )
 """Files of rows of ``heterollm simulate``."""
 
