@@ -396,6 +396,7 @@ def asked_row(request: RungRequest) -> Row:
         what_if=dict(request.overrides),
         pruned=request.pruned,
         gpu_load=None if request.load is None else str(request.load),
+        gpu_share=request.gpu_share,
     )
 
 
@@ -418,7 +419,9 @@ def conclusions_table() -> Lines:
         numbers = swept_numbers(one)
         turn = one.turn(numbers)
         first, last_value = one.swept[0], one.swept[-1]
-        words = f"`{one.parameter}` {first:g} to {last_value:g}" if one.parameter else f"{first} to {last_value}"
+        words = (
+            f"`{one.parameter}` {first:g} to {last_value:g}" if one.parameter else f"{first} to {last_value}"
+        )
         yield (
             *(one.words, one.published, f"{numbers[0]:.2f}", f"{words}: {one.source}"),
             *(f"{numbers[-1]:.2f}", "" if turn is None else f"{turn:.3g}"),
@@ -428,20 +431,18 @@ def conclusions_table() -> Lines:
 @table(
     "mixture-of-experts",
     "simulated steps, Apple",
-    "simulated, M2 Ultra, assumed loads | prefill of 256, tokens/s | 1024 | 1024 tokens: J | graphs a layer "
-    "| padding | choices on the NPU",
+    "simulated, M2 Ultra, 1024 tokens, assumed loads | tokens/s | J | graphs a layer | padding "
+    "| choices on the NPU",
 )
 def moe_apple() -> Lines:
     """Yield NPUMoE's steps on the machine that it was measured on."""
     words = {(level, rung): words for words, level, rung in conclusions.APPLE_STEPS}
-    every = list(conclusions.apple_requests())
-    for few, many in zip(every[::2], every[1::2], strict=True):
-        rows = asked_row(few), asked_row(many)
-        name = words[many.level, many.rung or "".join(many.techniques)]
-        use = rows[1]["experts"]
-        shares = [""] * 3
+    for request in conclusions.apple_requests():
+        row = asked_row(request)
+        use, shares = row["experts"], [""] * 3
         if use["npu_rows"]:
             share = use["npu_pairs"] / use["pairs"]
             shares = [f"{use['graphs_per_layer']:.1f}", f"{use['padding_share']:.0%}", f"{share:.0%}"]
-        rates = (f"{row['prefill_tokens_per_second']:.0f}" for row in rows)
-        yield f"{many.model}: {name}", *rates, f"{rows[1]['prefill_joules']:.1f}", *shares
+        rates = f"{row['prefill_tokens_per_second']:.0f}", f"{row['prefill_joules']:.1f}"
+        name = words[request.level, request.rung or "".join(request.techniques)]
+        yield f"{request.model}: {name}", *rates, *shares

@@ -208,7 +208,12 @@ def multiply_outliers(
 
 def _product_work(on: GlueKernels, tokens: int, rows: int, channels: int, *, joined: bool) -> GpuWork:
     read = channels * (rows + tokens) * on.item_bytes
-    return GpuWork("shadow" if joined else "elementwise", 2 * tokens * rows * channels, read, tokens * rows * on.item_bytes)
+    return GpuWork(
+        "shadow" if joined else "elementwise",
+        2 * tokens * rows * channels,
+        read,
+        tokens * rows * on.item_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ NEUTRAL: Final[Mapping[str, float]] = {
     "hand_over.shadow_us": 0.0,
     "build.graph_us_per_mweight": 0.0,
 }
-"""Parameters that came later than the first profiles, and the values of the time before. While they keep these a
-digest leaves them out, so that profiles and rows of then stay valid."""
+"""Parameters that came later than the first profiles, and the values of the time before. A digest leaves out
+those that keep these, so that profiles and rows of then stay valid."""
 
 
 def quantity(unit: str, meaning: str, low: float, high: float) -> Meta:
