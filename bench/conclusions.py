@@ -116,15 +116,8 @@ def _prompt(model: str, rung: str = "", **options: Any) -> Case:  # noqa: ANN401
     """Return a case of llm.npu with 1024 tokens; the graphs of a prompt are built in its time."""
     if rung == NAIVE:
         return {"model": model, "prompt": 1024, "level": "layer", "rung": rung, "length_policy": "online"}
-    technique = ("llm.npu",) if "techniques" not in options else options.pop("techniques")
-    return {
-        "model": model,
-        "prompt": 1024,
-        "level": "layer",
-        "techniques": technique,
-        "rung": rung,
-        **options,
-    }
+    given = {"model": model, "prompt": 1024, "level": "layer", "techniques": ("llm.npu",), "rung": rung}
+    return {**given, **options}
 
 
 def _sparse(**options: Any) -> Case:  # noqa: ANN401 - a request's own types

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from heterollm.kernels.sim import GpuLoad
+from heterollm.kernels.sim import GpuLoad, load_soc
 from heterollm.simulate.run import simulated
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
@@ -59,6 +59,17 @@ def test_rows_have_each_conclusion_reversed_as_modelled_and_right_with_what_is_p
     assert numbers[0] <= 1.0
     assert numbers[-1] > 1.0
     assert (BY_KEY[key].turn(numbers) is None) is (not BY_KEY[key].parameter)
+
+
+def test_sweeps_begin_with_the_modelled_value():
+    for one in CONCLUSIONS:
+        if "." in one.parameter:
+            for request in one.requests(one.swept[0]).values():
+                assert load_soc(request.soc).values()[one.parameter] == one.swept[0]
+
+
+def test_the_gpus_rate_is_fitted_to_the_published_ratio():
+    assert swept_numbers(BY_KEY["gpu"])[-1] == pytest.approx(1.26, rel=0.01)
 
 
 def test_heterollms_watts_and_gain_contradict_each_other():
