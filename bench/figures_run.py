@@ -25,7 +25,7 @@ FAST: Final = ("simulated_path", "simulated_prior")
 REPEATABLE: Final = (
     *FAST,
     *("simulated_paper", "simulated_flights", "simulated_shadow_attention"),
-    *("simulated_experts", "simulated_llm_npu", "process_domains"),
+    *("simulated_experts", "simulated_llm_npu", "process_domains", "simulated_conclusions"),
 )
 """Files of rows of ``heterollm simulate``."""
 
@@ -38,7 +38,7 @@ DIGITS: Final = 3
 
 SAME: Final = (
     *("model", "soc", "plan_for", "in_flight", "sync", "head_bits", "every_form", "calibrated", "pruned"),
-    *("imbalance", "resolve"),
+    *("imbalance", "resolve", "gpu_share"),
 )
 """Values that a row and its request have by the same names."""
 

@@ -104,11 +104,13 @@ class RungRequest(SimulationRequest):
         rung: One of :data:`RUNGS`; empty for none.
         resolve: Whether the plan is solved for ``sync``; otherwise for the fastest strategy.
         left_out: Graph forms that the plan cannot take, to measure their gain.
+        gpu_share: Largest fraction of an operator's time that the GPU may compute.
     """
 
     rung: str = ""
     resolve: bool = False
     left_out: tuple[str, ...] = ()
+    gpu_share: float = 1.0
 
     @property
     def online(self) -> bool:
@@ -125,6 +127,8 @@ class RungRequest(SimulationRequest):
         if self.rung == NAIVE:
             own = own_length(self)
             inputs = replace(inputs, standard_lengths=(own,), longest=own)
+        if self.gpu_share != 1.0 and inputs.request is not None:
+            inputs = replace(inputs, request=structs.replace(inputs.request, gpu_share=self.gpu_share))
         if self.resolve or self.left_out:
             inputs = replace(inputs, profile=lambda measured=inputs.profile: self._profile(measured()))
         found = make_plan(inputs)
@@ -160,7 +164,12 @@ def rung_row(request: SimulationRequest, row: BenchRow) -> dict[str, Any]:
     """Return the row of a case, with the edits of a rung."""
     data = row.to_dict()
     if isinstance(request, RungRequest):
-        edits = {"rung": request.rung, "resolve": request.resolve, "left_out": list(request.left_out)}
+        edits = {
+            "rung": request.rung,
+            "resolve": request.resolve,
+            "left_out": list(request.left_out),
+            "gpu_share": request.gpu_share,
+        }
         data |= {"edits": edits} if edits != NO_RUNG else {}
     return data
 

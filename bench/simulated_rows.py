@@ -26,7 +26,7 @@ from heterollm.benchmarks.rows import (
 )
 
 NAIVE: Final = "llm.npu:naive"
-NO_RUNG: Final[Mapping[str, Any]] = {"rung": "", "resolve": False, "left_out": []}
+NO_RUNG: Final[Mapping[str, Any]] = {"rung": "", "resolve": False, "left_out": [], "gpu_share": 1.0}
 """Edits of the plan of a row; see rungs.py."""
 
 
@@ -113,7 +113,8 @@ def converted(old: Mapping[str, Any]) -> dict[str, Any]:
         error=old["error"],
         notes=(old["note"],) if old.get("note") else (),
     )
-    edits = {"rung": rung, "resolve": old.get("resolve", False), "left_out": list(old.get("left_out", []))}
+    own = {"rung": rung, "resolve": old.get("resolve", False), "left_out": list(old.get("left_out", []))}
+    edits = {**NO_RUNG, **own}
     return row.to_dict() | ({"edits": edits} if edits != NO_RUNG else {})
 
 

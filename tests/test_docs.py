@@ -475,7 +475,7 @@ def test_what_the_program_writes_is_sound(made, sample_profile):
         jsonschema.validate(value, schema(name), jsonschema.Draft202012Validator)
     assert sound("profile", json.loads(sample_profile().to_json()))
     files = sorted((ROOT / "kernels" / "sim" / "soc").glob("*.yaml"))
-    assert len(files) == 8
+    assert len(files) == 9
     for path in files:
         jsonschema.validate(yaml.safe_load(path.read_text("utf-8")), schema("soc"))
     rows = rows_of("ablation")

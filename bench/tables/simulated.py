@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any, Final
 
+import conclusions
 import process_domains
 import what_if
+from rungs import RungRequest
 from simulated_rows import Simulated
 
 from tables.table import Lines, Row, last, rows_of, table
@@ -399,3 +401,70 @@ def _moe_rate(row: Row) -> str:
         return f"{row['prefill_tokens_per_second']:.1f}"
     needed, limit = re.findall(r"(?:takes|graphs of|can have|leave) (\d+\.\d+) GiB", error)
     return f"{needed} > {limit} GiB"
+
+
+# -- conclusions ---------------------------------------------------------------------------------------
+
+
+def asked_row(request: RungRequest) -> Row:
+    """Return the row of a request of bench/conclusions.py."""
+    return last(
+        conclusions.FILE,
+        model=request.model,
+        soc=request.soc,
+        prompt_tokens=request.prompt,
+        plan_level=request.level,
+        techniques=[request.rung] if request.rung else list(request.techniques),
+        what_if=dict(request.overrides),
+        pruned=request.pruned,
+        gpu_load=None if request.load is None else str(request.load),
+        gpu_share=request.gpu_share,
+    )
+
+
+def swept_numbers(one: conclusions.Conclusion) -> list[float]:
+    """Return the numbers of a conclusion by swept value."""
+    every = ({name: asked_row(own) for name, own in one.requests(value).items()} for value in one.swept)
+    return [one.number(rows) for rows in every]
+
+
+@table(
+    "paper-map",
+    "conclusions",
+    "conclusion | published | simulated, as modelled | the paper's assumption, with its source "
+    "| simulated, with it | turns at",
+    "lrrl",
+)
+def conclusions_table() -> Lines:
+    """Yield each conclusion, and the value of the parameter at which it turns."""
+    for one in conclusions.CONCLUSIONS:
+        numbers = swept_numbers(one)
+        turn = one.turn(numbers)
+        first, last_value = one.swept[0], one.swept[-1]
+        words = (
+            f"`{one.parameter}` {first:g} to {last_value:g}" if one.parameter else f"{first} to {last_value}"
+        )
+        yield (
+            *(one.words, one.published, f"{numbers[0]:.2f}", f"{words}: {one.source}"),
+            *(f"{numbers[-1]:.2f}", "" if turn is None else f"{turn:.3g}"),
+        )
+
+
+@table(
+    "mixture-of-experts",
+    "simulated steps, Apple",
+    "simulated, M2 Ultra, 1024 tokens, assumed loads | tokens/s | J | graphs a layer | padding "
+    "| choices on the NPU",
+)
+def moe_apple() -> Lines:
+    """Yield NPUMoE's steps on the machine that it was measured on."""
+    words = {(level, rung): words for words, level, rung in conclusions.APPLE_STEPS}
+    for request in conclusions.apple_requests():
+        row = asked_row(request)
+        use, shares = row["experts"], [""] * 3
+        if use["npu_rows"]:
+            share = use["npu_pairs"] / use["pairs"]
+            shares = [f"{use['graphs_per_layer']:.1f}", f"{use['padding_share']:.0%}", f"{share:.0%}"]
+        rates = f"{row['prefill_tokens_per_second']:.0f}", f"{row['prefill_joules']:.1f}"
+        name = words[request.level, request.rung or "".join(request.techniques)]
+        yield f"{request.model}: {name}", *rates, *shares

@@ -114,7 +114,8 @@ class CaseOptions:
         str,
         typer.Option(
             help="snapdragon-8gen3, -8elite, -8elite-gen5, -x-elite, -x2-elite, -x2-elite-extreme (as this "
-            "program would use them), snapdragon-8gen3-paper (HeteroLLM's conditions), or a YAML file.",
+            "program would use them), snapdragon-8gen3-paper (HeteroLLM's conditions), apple-m2 (NPUMoE's), "
+            "or a YAML file.",
             autocompletion=cli_complete.socs,
         ),
     ] = "snapdragon-8gen3"

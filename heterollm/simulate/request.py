@@ -180,19 +180,24 @@ class SimulationRequest:
     @property
     def precision(self) -> Precision:
         """Precision of the linears."""
-        return "w8a8" if LLM_NPU in self.techniques else "w4a16"
+        if LLM_NPU in self.techniques:
+            return "w8a8"
+        return "fp16" if self._chip_has("npu.float_weights") else "w4a16"
 
     @property
     def forms(self) -> bool:
         """Whether the NPU offers every graph form; of an unknown SoC, whether the level asks for them."""
         if self.every_form is not None:
             return self.every_form
-        return self.level in ("block", "fused") or _has_every_form(self.soc, tuple(self.overrides.items()))
+        return self.level in ("block", "fused") or self._chip_has("npu.every_form")
+
+    def _chip_has(self, parameter: str) -> bool:
+        return _chip_has(self.soc, tuple(self.overrides.items()), parameter)
 
 
 @functools.cache
-def _has_every_form(soc: str, overrides: tuple[tuple[str, float], ...]) -> bool:
+def _chip_has(soc: str, overrides: tuple[tuple[str, float], ...], parameter: str) -> bool:
     try:
-        return bool(load_soc(soc, dict(overrides)).npu.every_form)
+        return bool(load_soc(soc, dict(overrides)).values()[parameter])
     except OptionError:  # the simulation itself says why
         return False

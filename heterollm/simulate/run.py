@@ -129,10 +129,10 @@ def _open(request: SimulationRequest) -> Device:
 
 
 def _specs(config: ModelConfig, request: SimulationRequest) -> tuple[OpSpec, ...]:
-    """Return the groups in blocks of 128, as in the papers."""
+    """Return the groups in blocks of 128, as in the papers, or as floats where graphs hold no others."""
     scales: Scales = "stepped" if request.calibrated else "free"
     specs = op_specs(config, request.precision, GROUP_SIZE, True, scales=scales)
-    if request.head_bits == 8:
+    if request.head_bits == 8 or request.precision == "fp16":
         return specs
     head = specs[-1]
     return (*specs[:-1], replace(head, weight=WeightFormat(4, head.weight.block)))
@@ -245,7 +245,8 @@ def _engine(
     assumed: AssumedExperts | None,
 ) -> Engine:
     if request.numerics:
-        weights = load_weights(Checkpoint(request.model), config, group_size=GROUP_SIZE)
+        given = Checkpoint(request.model), config
+        weights = load_weights(*given, precision=request.precision, group_size=GROUP_SIZE)
     else:
         weights = shape_only_weights(config, specs)
     flights = () if request.online else plan.flights(request.prompt)

@@ -12,7 +12,7 @@ from typing import Final, Literal, get_args
 from heterollm.base import OptionError
 from heterollm.kernels.ops import Routing, WeightFormat
 
-GpuKind = Literal["linear", "attention", "elementwise", "copy", "embedding"]
+GpuKind = Literal["linear", "attention", "elementwise", "copy", "embedding", "selection", "shadow"]
 KINDS: Final = get_args(GpuKind)
 
 BLOCK_BYTES: Final = 8

@@ -201,14 +201,19 @@ def multiply_outliers(
 
     def work() -> GpuWork:
         channels = hot.expected if fetched is None else int(found.batch.view(np.int32, (2,))[1])
-        return _product_work(on, tokens, sum(npu_rows), channels)
+        return _product_work(on, tokens, sum(npu_rows), channels, joined=fetched is None)
 
     return on.runtime.launch(kernel, arguments, size, (items, 1), label, work=work)
 
 
-def _product_work(on: GlueKernels, tokens: int, rows: int, channels: int) -> GpuWork:
+def _product_work(on: GlueKernels, tokens: int, rows: int, channels: int, *, joined: bool) -> GpuWork:
     read = channels * (rows + tokens) * on.item_bytes
-    return GpuWork("elementwise", 2 * tokens * rows * channels, read, tokens * rows * on.item_bytes)
+    return GpuWork(
+        "shadow" if joined else "elementwise",
+        2 * tokens * rows * channels,
+        read,
+        tokens * rows * on.item_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

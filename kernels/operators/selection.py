@@ -93,7 +93,7 @@ def selection_work(heads: int, step: NDArray[np.int32], *, block: int, tokens: i
     """
     rows, seen, _ = visible(step, tokens, window)
     positions = heads * -(-rows // block) * seen / max(1, rows)
-    return GpuWork("elementwise", SELECTION_FLOPS * heads * seen, heads * seen, 4 * positions, rows)
+    return GpuWork("selection", SELECTION_FLOPS * heads * seen, heads * seen, 4 * positions, rows)
 
 
 def exact_weights(

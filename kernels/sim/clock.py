@@ -39,6 +39,7 @@ class ClockCosts:
         write_us: A copy through the driver, of any size.
         poll_us: One poll of an event.
         sleep_us: Lateness of a sleep.
+        frames_wait: Whether a frame waits for all kernels that were enqueued before it was due.
         npu_start_share: Fraction of an NPU graph's fixed cost that is never hidden. After a wait for the GPU
             the other fraction is hidden as far as the NPU was idle, since a graph is started ahead.
     """
@@ -51,6 +52,7 @@ class ClockCosts:
     poll_us: float
     sleep_us: float
     npu_start_share: float
+    frames_wait: bool = False
 
 
 class SimulatedSpan(NamedTuple):
@@ -331,8 +333,9 @@ class SimulatedClock:
         next_us = until_us
         gpu = self._queue[0] if self._queue else None
         if game is not None and (gpu is None or gpu.begin_us == NEVER):
-            # No kernel runs, so a due frame takes precedence.
-            next_us = min(next_us, game.next_us(at_us))
+            # No kernel runs, so a due frame takes precedence, unless it waits for earlier kernels.
+            if gpu is None or game.is_drawing or not self._precedes(gpu, game):
+                next_us = min(next_us, game.next_us(at_us))
             if game.is_drawing:
                 gpu = None
         if gpu is not None and gpu.begin_us == NEVER:
@@ -363,6 +366,10 @@ class SimulatedClock:
         if npu is not None and _go_on(npu, elapsed_us * npu_rate, next_us >= npu_end_us):
             self._npu = None
             self._end(npu, "npu")
+
+    def _precedes(self, job: SimulatedJob, game: Game) -> bool:
+        """Return whether a queued kernel goes before the game's due frame."""
+        return self.costs.frames_wait and job.queued_us <= game.due_us <= self._at_us
 
     def _end(self, job: SimulatedJob, processor: SimulatedProcessor) -> None:
         job.end_us = self._at_us

@@ -114,6 +114,7 @@ def clock_costs(soc: SocParameters) -> ClockCosts:
         poll_us=soc.hand_over.poll_us,
         sleep_us=soc.cpu.sleep_granularity_us,
         npu_start_share=soc.npu.execute_exposed_fraction,
+        frames_wait=bool(soc.gpu.frames_wait),
     )
 
 

@@ -10,10 +10,11 @@ from typing import Final
 
 import numpy as np
 
-from heterollm.base import GIB
+from heterollm.base import GIB, GraphError
 from heterollm.kernels.npu import (
     INTEGER_FORMS,
     STANDARD_LENGTHS,
+    ExpertsShape,
     ExpertsShard,
     FfnShard,
     GraphForm,
@@ -25,6 +26,7 @@ from heterollm.kernels.npu import (
     NamedArrays,
     NpuBackend,
     NpuGraph,
+    ScoresShape,
     ScoresShard,
     ShardKey,
     TimeKind,
@@ -88,7 +90,8 @@ class SimulatedNpu:
         self.io_by_graph = bool(soc.npu.io_by_graph)
         self.domain_bytes = int(soc.npu.address_space_gib * GIB) or None
         self.addressable_bytes = (self.domain_bytes or 0) * soc.npu.process_domains or None
-        self.graph_weight_bytes = (self.domain_bytes or 0) // GRAPHS_IN_SPACE or None
+        space_bytes = (self.domain_bytes or 0) // GRAPHS_IN_SPACE
+        self.graph_weight_bytes = int(soc.npu.graph_gib * GIB) or space_bytes or None
         self.activation_dtype = np.dtype(np.float16) if real is None else real.activation_dtype
         self.compiled_count = 0
         self._soc = soc
@@ -101,6 +104,8 @@ class SimulatedNpu:
 
     def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
+        if self._soc.npu.float_weights and _has_codes(shape):
+            return ()
         found = every_form(shape, length, FLOAT_FORMS)
         # Every Hexagon has graphs of 8 bits; llm.npu publishes their times on this chip.
         eight_bits = isinstance(shape, LinearShape) and shape.weight.scales == "tensor"
@@ -120,19 +125,34 @@ class SimulatedNpu:
         built = self._built.setdefault(shard.key, set())
         is_new = (length, chosen) not in built
         if is_new:
+            self._check_count(shard)
             built.add((length, chosen))
             self.compiled_count += 1
             self._clock.work(self._soc.build.session_us, "open")
         work = npu_work(shard, length, chosen)
         if work not in self._shapes or (is_new and not self._soc.build.shared_graphs):
             self._shapes.add(work)
-            self._clock.work(build_us(self._soc, length), "build")
+            weights = 0 if isinstance(work, ScoresWork) else work.weights
+            self._clock.work(build_us(self._soc, length, weights=weights), "build")
         real = None if self._real is None else self._real.prepare(shard, length, chosen, any_length=True)
         label = f"{shard.label}{AS_INTEGERS}" if chosen in INTEGER_FORMS else shard.label
         return SimulatedGraph(
             *(self._soc, self._clock, label, work),
             *(graph_tensors(shard, length, edge_dtype(chosen, self.activation_dtype)), real, self._settle),
         )
+
+    def _check_count(self, shard: GraphShard) -> None:
+        """Refuse a graph beyond those that can be open at once.
+
+        Raises:
+            GraphError: As many are open.
+        """
+        most = self._soc.npu.most_graphs
+        if most and sum(map(len, self._built.values())) >= most:
+            raise GraphError(
+                f"{self.name} holds {most} graphs at once, and {shard.label} would be one more.",
+                fix="Plan fewer graphs: larger groups of experts, or level gpu.",
+            )
 
     def cpu_times_us(
         self,
@@ -159,6 +179,12 @@ class SimulatedNpu:
         self._built.clear()
         if self._real is not None:
             self._real.close()
+
+
+def _has_codes(shape: GraphShape) -> bool:
+    """Return whether the weights of a graph are codes."""
+    one = shape.one if isinstance(shape, ExpertsShape) else shape
+    return not isinstance(one, ScoresShape) and one.weight.quantized
 
 
 class SimulatedGraph:

@@ -135,7 +135,10 @@ class SimulatedLaunch(Launch):
             self.before()
         if self._real is not None:
             self._real()
-        clock, time = self._runtime.clock, self._runtime.time_of(self.work())
+        clock, work = self._runtime.clock, self.work()
+        if work.kind == "shadow":
+            clock.work(self._runtime.soc.hand_over.shadow_us, "join of a shadow", "shadow")
+        time = self._runtime.time_of(work)
         job = SimulatedJob(self.label, time.alone_us, time.dram_bytes, arithmetic_bound=time.arithmetic_bound)
         return SimulatedEvent(clock, clock.submit(job))
 

@@ -207,20 +207,18 @@ class SharedLoad:
 
     def _npu_size(self, npu: NpuBackend, bound: ContentionJob) -> tuple[int, int, WeightFormat, int]:
         """Return rows, inputs, format and tokens of a job."""
+        floats = WeightFormat(32), WeightFormat(16)
+        wanted = (*floats, PACKED) if bound == "memory" else (PACKED, *floats[::-1])
+        weight = next(item for item in wanted if npu.forms(LinearShape(item, READ_COLUMNS), 1))
         if bound == "spill_compute":
-            return COMPUTE_ROWS, LONG_COLUMNS, PACKED, COMPUTE_TOKENS
+            return COMPUTE_ROWS, LONG_COLUMNS, weight, COMPUTE_TOKENS
         if bound != "compute":
-            weight = next(
-                item
-                for item in ((WeightFormat(32), WeightFormat(16), PACKED) if bound == "memory" else (PACKED,))
-                if npu.forms(LinearShape(item, READ_COLUMNS), 1)
-            )
             columns = LONG_COLUMNS if bound == "spill" else READ_COLUMNS
             return self.read_bytes("npu") // weight.weight_bytes(1, columns), columns, weight, 1
         rows = EMULATED_COMPUTE_ROWS if npu.time_kind == "emulated" else COMPUTE_ROWS
         if self._has_own_units:
             rows *= COMPUTE_ROWS_FACTOR
-        return rows, COMPUTE_COLUMNS, PACKED, COMPUTE_TOKENS
+        return rows, COMPUTE_COLUMNS, weight, COMPUTE_TOKENS
 
     def build_s(self, job: ContentionJob) -> float:
         """Return about how long the graph of one of the NPU's jobs takes to build."""

@@ -86,6 +86,8 @@ def gpu_time(soc: SocParameters, work: GpuWork) -> GpuTime:
     gpu = soc.gpu
     moved_bytes = work.read_bytes + work.written_bytes
     memory_us = moved_bytes / (gpu.dram_gbps * 1e3)
+    if work.kind == "selection" and gpu.choose_gscores_per_s:
+        return _bounded(memory_us, work.read_bytes / (gpu.choose_gscores_per_s * 1e3), moved_bytes)
     if work.kind != "linear":
         rate = gpu.attention_tflops if work.kind == "attention" else gpu.gemm_tflops
         arithmetic_us = work.flops / (rate * 1e6)

@@ -97,6 +97,11 @@ class NpuWork:
             )
 
     @property
+    def weights(self) -> int:
+        """Weights of all its products."""
+        return self.experts * sum(rows * columns for rows, columns, _ in _products(self))
+
+    @property
     def integer(self) -> bool:
         """Whether the arrays compute in integers of 8 bits."""
         return self.integer_inputs or self.form.endswith("_int8")  # static_int8 among them
@@ -329,8 +334,9 @@ def _product(soc: SocParameters, work: NpuWork, rows: int, columns: int, chunk: 
         spill_us = spill_bytes / (npu.spill_gbps * 1e3)
         # Tiles cannot be loaded while rows stream, nor can rows that are not unpacked yet.
         whole_us = max(codes_us, memory_us) + load_us + max(stream_us, spill_us) + vector_us
+    # Where groups of a weight have scales of their own, a product of 8 bits is one of each group, and a sum.
     return _Product(
-        whole_us,
+        whole_us * (npu.group_slowdown if work.static_int8 else 1.0),
         load_us + stream_us,
         codes_us,
         memory_us,

@@ -98,17 +98,20 @@ def energy(soc: SocParameters, usage: Usage) -> EnergyRange:
     return EnergyRange(low, middle, high, usage.elapsed_us)
 
 
-def build_us(soc: SocParameters, length: int, graphs: int = 1) -> float:
+def build_us(soc: SocParameters, length: int, graphs: int = 1, weights: int = 0) -> float:
     """Return how long it takes to build NPU graphs of one length: affine in it (HeteroLLM, figure 9).
 
     Args:
         soc: The SoC.
         length: Tokens, at least 1.
         graphs: How many.
+        weights: Of each.
 
     Raises:
         OptionError: A number is not possible.
     """
     if length < 1 or graphs < 0:
         raise OptionError(f"Cannot build {graphs} graphs of {length} tokens.")
-    return graphs * (soc.build.graph_us + soc.build.graph_us_per_token * length)
+    own = soc.build
+    one_us = own.graph_us + own.graph_us_per_token * length + own.graph_us_per_mweight * weights / 1e6
+    return graphs * one_us

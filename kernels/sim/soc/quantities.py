@@ -23,9 +23,22 @@ ratio; the author of the file."""
 INTEGER_PARAMETERS: Final[tuple[str, ...]] = ("npu.expand_gweights_per_s", "npu.integer_weight_bytes")
 """Parameters of graphs with integer activations alone."""
 
-FIRST_SCORES: Final[Mapping[str, float]] = {"npu.scores_start_us": 1350.0, "npu.scores_tops": 0.0522}
-"""Parameters of attention scores, and their values before plans had such scores. A digest is that of the time
-before while they keep these, so that profiles and rows of then stay valid."""
+NEUTRAL: Final[Mapping[str, float]] = {
+    "npu.scores_start_us": 1350.0,
+    "npu.scores_tops": 0.0522,
+    "npu.shared_contexts": 0,
+    "npu.process_domains": 1,
+    "npu.group_slowdown": 1.0,
+    "npu.float_weights": 0,
+    "npu.graph_gib": 0.0,
+    "npu.most_graphs": 0,
+    "gpu.choose_gscores_per_s": 0.0,
+    "gpu.frames_wait": 0,
+    "hand_over.shadow_us": 0.0,
+    "build.graph_us_per_mweight": 0.0,
+}
+"""Parameters that came later than the first profiles, and the values of the time before. A digest leaves out
+those that keep these, so that profiles and rows of then stay valid."""
 
 
 def quantity(unit: str, meaning: str, low: float, high: float) -> Meta:
@@ -66,6 +79,13 @@ class GpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
     ]
     kernel_gap_us: Annotated[
         float, quantity("us", "time between two kernels of a queue that never runs empty", 0, 1e4)
+    ]
+    choose_gscores_per_s: Annotated[
+        float,
+        quantity("Gscore/s", "scores among which positions are chosen; 0 follows from operations", 0, 1e5),
+    ]
+    frames_wait: Annotated[
+        int, quantity("1", "1 if a game's frame waits for all kernels that were queued before it", 0, 1)
     ]
 
 
@@ -115,6 +135,10 @@ class NpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
         float, quantity("1", "clocks of the NPU over those that its other numbers hold for", 0.01, 10)
     ]
     every_form: Annotated[int, quantity("1", "1 if graphs have forms that HeteroLLM lacks", 0, 1)]
+    float_weights: Annotated[int, quantity("1", "1 if graphs hold weights as floats alone", 0, 1)]
+    group_slowdown: Annotated[
+        float, quantity("1", "time of graphs of 8 bits over that with one scale for a tensor", 1, 1000)
+    ]
     integer_graphs: Annotated[
         int, quantity("1", "1 if calibrated weights have graphs with 16-bit integer activations", 0, 1)
     ]
@@ -143,6 +167,10 @@ class NpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
     process_domains: Annotated[
         int, quantity("1", "process domains, each with that much, over which QNN spreads contexts", 1, 16)
     ]
+    graph_gib: Annotated[
+        float, quantity("GiB", "weights of one graph; 0 is a quarter of what all can take", 0, 1024)
+    ]
+    most_graphs: Annotated[int, quantity("1", "graphs that can be open at once; 0 is no limit", 0, 1_000_000)]
     io_by_graph: Annotated[
         int, quantity("1", "1 if each graph reserves memory for its own input and output", 0, 1)
     ]
@@ -187,6 +215,9 @@ class HandOverParameters(Struct, frozen=True, forbid_unknown_fields=True):
     maps_beside_kernels: Annotated[
         int, quantity("1", "1 if maps do not wait for kernels that read the same memory", 0, 1)
     ]
+    shadow_us: Annotated[
+        float, quantity("us", "wait of both processors for the sum with a shadow's outliers", 0, 1e6)
+    ]
     driver_copies: Annotated[
         int, quantity("1", "1 if a driver's wait copies to and from the NPU as well", 0, 1)
     ]
@@ -205,6 +236,9 @@ class BuildParameters(Struct, frozen=True, forbid_unknown_fields=True):
     graph_us: Annotated[float, quantity("us", "building one graph, whatever its length", 0, 1e9)]
     graph_us_per_token: Annotated[
         float, quantity("us/token", "building one graph, for each token of its length", 0, 1e7)
+    ]
+    graph_us_per_mweight: Annotated[
+        float, quantity("us/Mweight", "building one graph, for each million of its weights", 0, 1e9)
     ]
     session_us: Annotated[float, quantity("us", "opening one built graph in a process", 0, 1e9)]
     shared_graphs: Annotated[int, quantity("1", "1 if layers share graphs of one shape", 0, 1)]
@@ -278,12 +312,7 @@ class SocParameters(Struct, frozen=True, forbid_unknown_fields=True):
         unused += () if self.npu.integer_graphs else INTEGER_PARAMETERS
         if not self.hand_over.maps_beside_kernels:
             unused += ("hand_over.maps_beside_kernels",)
-        # So profiles and rows stay valid that were made before the parameters existed.
-        if not self.npu.shared_contexts:
-            unused += ("npu.shared_contexts",)
-        if self.npu.process_domains == 1:
-            unused += ("npu.process_domains",)
-        unused += tuple(name for name, first in FIRST_SCORES.items() if values[name] == first)
+        unused += tuple(name for name, first in NEUTRAL.items() if values[name] == first)
         for name in unused:
             del values[name]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -22,6 +22,7 @@ TEXT = (FOLDER / "snapdragon-8gen3-paper.yaml").read_text("utf-8")
 
 def test_names() -> None:
     assert soc_names() == (
+        "apple-m2",
         *("snapdragon-8elite", "snapdragon-8elite-gen5", "snapdragon-8gen3", "snapdragon-8gen3-paper"),
         *("snapdragon-x-elite", "snapdragon-x2-elite", "snapdragon-x2-elite-extreme"),
     )
@@ -168,7 +169,7 @@ def test_bad_overrides_are_refused(name: str, value: float, told: str) -> None:
         (
             "version: 1",
             "version: 1\nbased_on: snapdragon-9",
-            "choose snapdragon-8elite, snapdragon-8elite-gen5, snapdragon-8gen3, snapdragon-8gen3-paper",
+            "choose apple-m2, snapdragon-8elite, snapdragon-8elite-gen5, snapdragon-8gen3, ",
         ),
         ("version: 1", "version: 1\nbased_on: [a]", "based_on: Expected"),
         ("gpu:", "gpu: 5\nx:", "gpu: Expected .object., got .int"),
