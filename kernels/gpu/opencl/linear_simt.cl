@@ -253,15 +253,16 @@ typedef uint4 run_t;
 #define LOAD_RUN(p) (*(__global const uint4 *)(p))
 #define STAGE(slot, four) *(__local uint2 *)&(slot) = four
 // Sums of halves lose the 1e-6 gate within some 64 products, so they are added to float totals every DEPTH inputs, which
-// is at most 32. They are of weights, or of codes less their zero point over the number of codes: these are exact, their
-// scale is a factor of the sum, and a half holds a sum of them as it does the inputs.
+// is at most 32. They are of weights, or of codes less their zero point over UNITS: these are exact, their scale is a
+// factor of the sum, and as they are at most a quarter, 32 inputs below 8000 overflow no sum.
+#define UNITS (4 * (CODE_MASK + 1))
 #define CLEAR_TOTAL(r) float4 total##r = 0.0f;
 #define BEGIN_SUM(r) element4_t sum##r = (element4_t)(0);
 #if BITS <= 8 && !defined(MINIMUMS)
 #define LOAD_SUM_SCALE                                                                                       \
   const float4 sum_scale = convert_float4(*(__global const half4 *)(scales + (group + column)));
 #define FLUSH_SUM(r) total##r = FMA(convert_float4(sum##r), sum_scale, total##r);
-#define STORED(r) total##r * (CODE_MASK + 1)
+#define STORED(r) total##r * UNITS
 #else
 #define LOAD_SUM_SCALE
 #define FLUSH_SUM(r) total##r += convert_float4(sum##r);
@@ -308,37 +309,36 @@ typedef OF_WORDS(uint) words_t;
 #define LOAD_HALVES(p) OF_WORDS(vload_half)(0, p)
 #endif
 #ifdef MINIMUMS
-#define LOAD_ZEROS LOAD_HALVES(zeros + own_group)
+#define LOAD_ZEROS LOAD_HALVES(zeros + (group + lane))
 #elif defined(ASYMMETRIC)
-#define LOAD_ZEROS OF_WORDS(convert_float)(*(__global const OF_WORDS(uchar) *)(zeros + own_group))
+#define LOAD_ZEROS OF_WORDS(convert_float)(*(__global const OF_WORDS(uchar) *)(zeros + (group + lane)))
 #else
 #define LOAD_ZEROS (weights_t)(MIDDLE)
 #endif
 
 #ifdef HALF_SUMS
 typedef OF_WORDS(half) weights_t;
-// A code in the mantissa of 64 or 4, whose lowest bits count by 1/16 and 1/256.
+// A code in the mantissa of 16 or 1, whose lowest bits count by 1/64 and 1/1024.
 #define HALVES(bits, one) OF_WORDS(as_half)(OF_WORDS(convert_ushort)((bits) | (one)))
-#define SIXTEENTHS 0x5400
-#define PARTS 0x4400
+#define SIXTEEN 0x4c00
+#define ONE 0x3c00
 #ifdef MINIMUMS
 #define LOAD_SCALE                                                                                           \
-  const weights_t scale = *(__global const weights_t *)(scales + own_group) * (half)(CODE_MASK + 1);         \
-  const weights_t shift = *(__global const weights_t *)(zeros + own_group), low = 64, high = 4;
+  const weights_t scale = *(__global const weights_t *)(scales + (group + lane)) * (half)UNITS;              \
+  const weights_t shift = *(__global const weights_t *)(zeros + (group + lane)), zero = 0;
 #define SHIFTED(code) FMA(code, scale, shift)
 #else
 #define LOAD_SCALE                                                                                           \
-  const weights_t zero = OF_WORDS(convert_half)(LOAD_ZEROS) / (half)(CODE_MASK + 1);                         \
-  const weights_t low = zero + (half)64, high = zero + (half)4;
+  const weights_t zero = OF_WORDS(convert_half)(LOAD_ZEROS) / (half)UNITS;
 #define SHIFTED(code) code
 #endif
 #if BITS == 4
 #define UNPACK_PAIR(bits, i)                                                                                 \
-  PUT(i, SHIFTED(HALVES((bits) & (ushort)15, (ushort)SIXTEENTHS) - low))                                     \
-  PUT(i + 1, SHIFTED(HALVES((bits) & (ushort)240, (ushort)PARTS) - high))
+  PUT(i, SHIFTED(HALVES((bits) & (ushort)15, (ushort)SIXTEEN) - (zero + (half)16)))                          \
+  PUT(i + 1, SHIFTED(HALVES((bits) & (ushort)240, (ushort)ONE) - (zero + (half)1)))
 #else
 #define UNPACK_PAIR(bits, i)                                                                                 \
-  PUT((i) / 2, SHIFTED(HALVES((bits) & (ushort)255, (ushort)PARTS) - high))
+  PUT((i) / 2, SHIFTED(HALVES((bits) & (ushort)255, (ushort)ONE) - (zero + (half)1)))
 #endif
 #define UNPACK(q)                                                                                            \
   {                                                                                                          \
@@ -351,9 +351,9 @@ typedef OF_WORDS(half) weights_t;
 #else
 typedef OF_WORDS(float) weights_t;
 #ifdef MINIMUMS
-#define LOAD_SCALE const weights_t scale = LOAD_HALVES(scales + own_group), shift = LOAD_ZEROS;
+#define LOAD_SCALE const weights_t scale = LOAD_HALVES(scales + (group + lane)), shift = LOAD_ZEROS;
 #else
-#define LOAD_SCALE const weights_t scale = LOAD_HALVES(scales + own_group), shift = -scale * LOAD_ZEROS;
+#define LOAD_SCALE const weights_t scale = LOAD_HALVES(scales + (group + lane)), shift = -scale * LOAD_ZEROS;
 #endif
 // A mask without a shift leaves the code times a power of two, which the exact factor undoes.
 #define UNPACK_CODE(i)                                                                                       \
@@ -418,9 +418,9 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
   x += (size_t)(first_token + token) * columns;
   weight_place words = PLACE(first_weight(tile.x, weight_columns, first_column));
 #if BITS <= 8
-  const uint place = item * WORDS, lane = place % LANES;
-  words += place;
-  __local element_t *own_slot = (__local element_t *)values + (place / LANES * (WORD_INPUTS * LANES) + lane);
+  const uint word = item * WORDS, lane = word % LANES;
+  words += word;
+  __local element_t *own_slot = (__local element_t *)values + (word / LANES * (WORD_INPUTS * LANES) + lane);
   const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK);
   scales += groups;
 #ifdef ASYMMETRIC
@@ -439,7 +439,7 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
     barrier(CLK_LOCAL_MEM_FENCE);
     REPEAT(INPUT_TURNS, STAGE_INPUTS)
 #if BITS <= 8
-    const uint group = start / BLOCK * LANES, own_group = group + lane;
+    const uint group = start / BLOCK * LANES;
     if (ITEMS <= WEIGHT_RUNS || item < WEIGHT_RUNS) {
       LOAD_SCALE
       UNROLL for (uint turn = 0; turn < TURNS(WEIGHT_RUNS / WORDS); turn++) {
