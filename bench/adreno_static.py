@@ -70,8 +70,8 @@ class StaticRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         local_bytes: Local memory of a work-group.
         instructions: Instructions without the nops.
         loop_slots: Issue slots of the loop with most multiply-adds, inner loops left out.
-        loop_products: Multiply-adds of that loop, and of a tile's step no more than its outputs times its inputs;
-            half ones run at twice the rate, which slots do not show.
+        loop_products: Multiply-adds of that loop, of a tile's step at most its outputs times its inputs; half
+            ones run at twice the rate, which slots do not show.
         loop_half_products: Those with half arithmetic.
         loop_private: Private loads and stores of that loop.
         loop_global: Its global loads and stores, and reads of images; older rows have none.
