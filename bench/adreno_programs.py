@@ -204,7 +204,7 @@ def _record_linears(runtime: ProgramRecorder, slot: SharedArray) -> None:
         record(bits, 64, style="half")
     tiles: tuple[tuple[KernelStyle, bool, tuple[tuple[int, int, int], ...]], ...] = (
         ("simt", False, ((32, 4, 16), (32, 8, 16), (64, 8, 16))),
-        ("half", False, ((32, 8, 16), (64, 8, 32), (64, 16, 32))),
+        ("half", False, ((32, 8, 16), (64, 8, 32), (64, 16, 16))),
         ("simt", True, ((32, 4, 16), (32, 4, 32), (32, 8, 16))),
     )
     for style, rounds, sizes in tiles:

@@ -22,7 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,7 +52,10 @@ REGISTER_FILE: Final = 96
 LOCAL_MEMORY_BYTES: Final = 32768
 MOST_WAVES: Final = 16
 
-PRODUCTS: Final = {"mad.f32": 1, "mad.f16": 1, "dp4acc": 4}
+HALF_PRODUCTS: Final = {r"mad\.f16": 1, r"mul\.f hr": 1}
+"""Multiply-adds of halves in one instruction; the first of a sum has nothing to add to."""
+
+PRODUCTS: Final = HALF_PRODUCTS | {r"mad\.f32": 1, "dp4acc": 4}
 """Multiply-adds of one instruction."""
 
 
@@ -67,9 +70,12 @@ class StaticRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         local_bytes: Local memory of a work-group.
         instructions: Instructions without the nops.
         loop_slots: Issue slots of the loop with most multiply-adds, inner loops left out.
-        loop_products: Multiply-adds of that loop; half ones run at twice the rate, which slots do not show.
+        loop_products: Multiply-adds of that loop, of a tile's step at most its outputs times its inputs; half
+            ones run at twice the rate, which slots do not show.
         loop_half_products: Those with half arithmetic.
         loop_private: Private loads and stores of that loop.
+        loop_global: Its global loads and stores, and reads of images; older rows have none.
+        loop_local: Its loads and stores of local memory.
         source: Hash of the program that the row was taken from, as :attr:`adreno_programs.Program.hash` makes
             it; it does not cover the compilers. The rows from before have none.
     """
@@ -84,6 +90,8 @@ class StaticRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     loop_products: int
     loop_half_products: int
     loop_private: int
+    loop_global: int | None = None
+    loop_local: int | None = None
     source: str = ""
 
 
@@ -221,6 +229,9 @@ def _row(body: str, answers: dict[str, int], program: Program) -> StaticRow:
     groups = LOCAL_MEMORY_BYTES // taken if taken else MOST_WAVES
     by_memory = -(-items // (128 * pair)) * groups * 2
     loop = max(_loops(code), key=lambda lines: (_products(lines), len(lines)), default=[])
+    tile = dict(program.defines)
+    # What unpacks and scales multiplies, too.
+    most = int(tile["ITEM_TOKENS"]) * 4 * int(tile["DEPTH"]) if "ITEM_TOKENS" in tile else sys.maxsize
     return StaticRow(
         registers=registers,
         wave=answers["wave"],
@@ -229,9 +240,11 @@ def _row(body: str, answers: dict[str, int], program: Program) -> StaticRow:
         local_bytes=answers["local_bytes"],
         instructions=last(r"(\d+) instr, ", summary) - last(r"(\d+) nops, ", summary),
         loop_slots=sum(1 + sum(map(int, re.findall(r"\((?:rpt|nop)(\d)\)", line))) for line in loop),
-        loop_products=_products(loop),
-        loop_half_products=_products(loop, ("mad.f16",)),
-        loop_private=sum(_repeats(line) for line in loop if re.search(r"\b(?:ldp|stp)\b", line)),
+        loop_products=min(most, _products(loop)),
+        loop_half_products=min(most, _products(loop, HALF_PRODUCTS)),
+        loop_private=_accesses(loop, "ldp|stp"),
+        loop_global=_accesses(loop, "ldg|stg|isam|ldib"),
+        loop_local=_accesses(loop, "ldl|stl"),
         source=program.hash,
     )
 
@@ -240,12 +253,16 @@ def _repeats(line: str) -> int:
     return 1 + sum(map(int, re.findall(r"\(rpt(\d)\)", line)))
 
 
-def _products(lines: Sequence[str], names: Sequence[str] = tuple(PRODUCTS)) -> int:
+def _accesses(lines: Sequence[str], names: str) -> int:
+    return sum(_repeats(line) for line in lines if re.search(rf"\b(?:{names})\b", line))
+
+
+def _products(lines: Sequence[str], weights: Mapping[str, int] = PRODUCTS) -> int:
     return sum(
-        PRODUCTS[name] * _repeats(line)
+        weight * _repeats(line)
         for line in lines
-        for name in names
-        if re.search(rf"(?:^|[\s)]){re.escape(name)}\b", line)
+        for name, weight in weights.items()
+        if re.search(rf"(?:^|[\s)]){name}", line)
     )
 
 

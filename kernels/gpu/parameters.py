@@ -419,7 +419,8 @@ def default_parameters(style: KernelStyle, shape: ShapeClass) -> KernelParameter
         return KernelParameters(style, True, 128, items=2, depth_inputs=128, prefetch_bytes=4096)
     if shape.tokens == "many":
         step, sums = (32, 8) if shape.integer_inputs else (64, 16)
-        depth = 32 if shape.integer_inputs and shape.weight.block % 32 == 0 else 16
+        deep = shape.integer_inputs or style == "half"
+        depth = 32 if deep and shape.weight.block and shape.weight.block % 32 == 0 else 16
         return KernelParameters(style, True, step, item_tokens=sums, depth_inputs=depth)
     if style == "half":
         style = "simt"

@@ -170,6 +170,7 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SLICES * TILES, 1))) void lin
 
 // ---- many tokens ----------------------------------------------------------------------------------------
 
+#define COLUMN_STEP ITEMS_X
 #define CLEAR_TOTAL(r)                                                                                       \
   float4 total##r = 0.0f;                                                                                    \
   int4 sum##r = 0;

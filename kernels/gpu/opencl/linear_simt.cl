@@ -241,55 +241,134 @@ SUBGROUP_SIZE __kernel __attribute__((reqd_work_group_size(ROWS, SLICES * TILES,
 
 // ---- many tokens ----------------------------------------------------------------------------------------
 
-// Inputs and weights are staged as vectors of four inputs.
+// Inputs are staged as vectors of four, weights as vectors of columns: a vector of products has registers side by side.
+
+#define COLUMN_STEP 1
 
 #ifdef HALF_SUMS
 typedef half element_t;
 typedef half4 element4_t;
-typedef half8 element8_t;
-#define LOAD_RUN(p) (*(__global const half8 *)(p))
-// Sums of halves lose the 1e-6 gate within some 64 products, so they are added to float totals every DEPTH inputs,
-// which is at most 32. The weights are unpacked with their scale, so that a sum is as large as a part of an output,
-// which a half holds.
+// Copied as they are.
+typedef uint4 run_t;
+#define LOAD_RUN(p) (*(__global const uint4 *)(p))
+#define STAGE(slot, four) *(__local uint2 *)&(slot) = four
+// Sums of halves lose the 1e-6 gate within some 64 products, so they are added to float totals every DEPTH inputs, which
+// is at most 32. They are of weights, or of codes less their zero point over UNITS: these are exact, their scale is a
+// factor of the sum, and as they are at most a quarter, 32 inputs below 8000 overflow no sum.
+#define UNITS (4 * (CODE_MASK + 1))
 #define CLEAR_TOTAL(r) float4 total##r = 0.0f;
 #define BEGIN_SUM(r) element4_t sum##r = (element4_t)(0);
+#if BITS <= 8 && !defined(MINIMUMS)
+#define LOAD_SUM_SCALE                                                                                       \
+  const float4 sum_scale = convert_float4(*(__global const half4 *)(scales + (group + column)));
+#define FLUSH_SUM(r) total##r = FMA(convert_float4(sum##r), sum_scale, total##r);
+#define STORED(r) total##r * UNITS
+#else
+#define LOAD_SUM_SCALE
 #define FLUSH_SUM(r) total##r += convert_float4(sum##r);
 #define STORED(r) total##r
+#endif
 #else
 typedef float element_t;
 typedef float4 element4_t;
-typedef float8 element8_t;
+typedef float8 run_t;
 #define LOAD_RUN(p) load_act8(p, 0)
+#define STAGE(slot, four) slot = four
 #define CLEAR_TOTAL(r) element4_t sum##r = 0.0f;
 #define BEGIN_SUM(r)
+#define LOAD_SUM_SCALE
 #define FLUSH_SUM(r)
 #define STORED(r) sum##r
 #endif
 
-// The weights that a work-item unpacks at a time: a word of codes, or four weights.
-#if BITS == 4
-#define UNPACKED 8
-#else
-#define UNPACKED 4
-#endif
-#define UNPACKED_ROWS (UNPACKED / WORD_INPUTS * LANES)
-#define WEIGHT_RUNS (DEPTH / UNPACKED * LANES)
-
 #if BITS <= 8
-#if defined(HALF_SUMS) && defined(MINIMUMS)
-#define LOAD_SCALE const half scale = scales[group], offset = 1024, shift = zeros[group];
-#define SHIFTED(value) FMA(value, scale, shift)
-#elif defined(HALF_SUMS)
-#define LOAD_SCALE const half scale = scales[group], offset = (half)(1024.0f + ZERO(group));
-#define SHIFTED(value) (value) * scale
-#elif defined(MINIMUMS)
-#define LOAD_SCALE const float scale = load_half(scales, group), shift = ZERO(group);
+// A work-item unpacks words of neighbouring columns.
+#define WEIGHT_RUNS (DEPTH / WORD_INPUTS * LANES)
+#if WEIGHT_RUNS >= 4 * ITEMS
+#define WORDS 4
+#define OF_WORDS(name) name##4
+#define IMAGE_WORDS(p) (uint4)(WORD(p, 0), WORD(p, 1), WORD(p, 2), WORD(p, 3))
+#elif WEIGHT_RUNS >= 2 * ITEMS
+#define WORDS 2
+#define OF_WORDS(name) name##2
+#define IMAGE_WORDS(p) (uint2)(WORD(p, 0), WORD(p, 1))
 #else
-#define LOAD_SCALE const float scale = load_half(scales, group), shift = -scale * ZERO(group);
+#define WORDS 1
+#define OF_WORDS(name) name
+#define IMAGE_WORDS(p) WORD(p, 0)
 #endif
-// Codes i and i + 4 of four bits, or i and i + 2 of eight: 0x6400 is 1024, whose lowest bits count by one.
-#define PAIR(q, i)                                                                                           \
-  SHIFTED(as_half2((((q) >> (BITS * (i))) & (CODE_MASK << 16 | CODE_MASK)) | 0x64006400u) - offset)
+typedef OF_WORDS(uint) words_t;
+#ifdef WEIGHT_IMAGE
+#define LOAD_WORDS IMAGE_WORDS
+#else
+#define LOAD_WORDS(p) *(__global const words_t *)(p)
+#endif
+#ifdef HAS_HALF
+#define LOAD_HALVES(p) OF_WORDS(convert_float)(*(__global const OF_WORDS(half) *)(p))
+#else
+#define LOAD_HALVES(p) OF_WORDS(vload_half)(0, p)
+#endif
+#ifdef MINIMUMS
+#define LOAD_ZEROS LOAD_HALVES(zeros + (group + lane))
+#elif defined(ASYMMETRIC)
+#define LOAD_ZEROS OF_WORDS(convert_float)(*(__global const OF_WORDS(uchar) *)(zeros + (group + lane)))
+#else
+#define LOAD_ZEROS (weights_t)(MIDDLE)
+#endif
+
+#ifdef HALF_SUMS
+typedef OF_WORDS(half) weights_t;
+// A code in the mantissa of 16 or 1, whose lowest bits count by 1/64 and 1/1024.
+#define HALVES(bits, one) OF_WORDS(as_half)(OF_WORDS(convert_ushort)((bits) | (one)))
+#define SIXTEEN 0x4c00
+#define ONE 0x3c00
+#ifdef MINIMUMS
+#define LOAD_SCALE                                                                                           \
+  const weights_t scale = *(__global const weights_t *)(scales + (group + lane)) * (half)UNITS;              \
+  const weights_t shift = *(__global const weights_t *)(zeros + (group + lane)), zero = 0;
+#define SHIFTED(code) FMA(code, scale, shift)
+#else
+#define LOAD_SCALE                                                                                           \
+  const weights_t zero = OF_WORDS(convert_half)(LOAD_ZEROS) / (half)UNITS;
+#define SHIFTED(code) code
+#endif
+#if BITS == 4
+#define UNPACK_PAIR(bits, i)                                                                                 \
+  PUT(i, SHIFTED(HALVES((bits) & (ushort)15, (ushort)SIXTEEN) - (zero + (half)16)))                          \
+  PUT(i + 1, SHIFTED(HALVES((bits) & (ushort)240, (ushort)ONE) - (zero + (half)1)))
+#else
+#define UNPACK_PAIR(bits, i)                                                                                 \
+  PUT((i) / 2, SHIFTED(HALVES((bits) & (ushort)255, (ushort)ONE) - (zero + (half)1)))
+#endif
+#define UNPACK(q)                                                                                            \
+  {                                                                                                          \
+    const OF_WORDS(ushort) first = OF_WORDS(convert_ushort)(q), second = OF_WORDS(convert_ushort)((q) >> 16); \
+    UNPACK_PAIR(first, 0)                                                                                    \
+    UNPACK_PAIR(first >> (ushort)8, 2)                                                                       \
+    UNPACK_PAIR(second, 4)                                                                                   \
+    UNPACK_PAIR(second >> (ushort)8, 6)                                                                      \
+  }
+#else
+typedef OF_WORDS(float) weights_t;
+#ifdef MINIMUMS
+#define LOAD_SCALE const weights_t scale = LOAD_HALVES(scales + (group + lane)), shift = LOAD_ZEROS;
+#else
+#define LOAD_SCALE const weights_t scale = LOAD_HALVES(scales + (group + lane)), shift = -scale * LOAD_ZEROS;
+#endif
+// A mask without a shift leaves the code times a power of two, which the exact factor undoes.
+#define UNPACK_CODE(i)                                                                                       \
+  PUT(i, FMA(OF_WORDS(convert_float)(q & (CODE_MASK << BITS * (i))), scale * (1.0f / (1u << BITS * (i))), shift))
+#define UNPACK(q) REPEAT(WORD_INPUTS, UNPACK_CODE)
+#endif
+#define PUT(i, value) *(__local weights_t *)(slot + (i) * LANES) = value;
+#elif BITS == 32
+#define LOAD_FLOATS(p) *(__global const float4 *)(p)
+#elif defined(HALF_SUMS)
+#define LOAD_FLOATS(p) *(__global const half4 *)(p)
+#elif defined(HAS_HALF)
+#define LOAD_FLOATS(p) convert_float4(*(__global const half4 *)(p))
+#else
+#define LOAD_FLOATS(p) vload_half4(0, p)
 #endif
 
 // Eight inputs of a token: a work-item stages up to four of such runs.
@@ -308,10 +387,10 @@ typedef float8 element8_t;
       x + (min((item + n * ITEMS) / ROW_RUNS, count - 1) * columns + item % ROW_RUNS * 8);
 #define STAGE_INPUTS(n)                                                                                      \
   if (ITEMS <= INPUT_RUNS || item < INPUT_RUNS) {                                                            \
-    const element8_t v = LOAD_RUN(source##n);                                                             \
+    const run_t v = LOAD_RUN(source##n);                                                                     \
     source##n += DEPTH;                                                                                      \
-    input_slot[n * (ITEMS / ROW_RUNS)] = v.lo;                                                               \
-    input_slot[n * (ITEMS / ROW_RUNS) + TILE_TOKENS] = v.hi;                                                 \
+    STAGE(input_slot[n * (ITEMS / ROW_RUNS)], v.lo);                                                         \
+    STAGE(input_slot[n * (ITEMS / ROW_RUNS) + TILE_TOKENS], v.hi);                                           \
   }
 #define MULTIPLY(r)                                                                                          \
   {                                                                                                          \
@@ -323,13 +402,12 @@ typedef float8 element8_t;
   }
 
 __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_simt_many(LINEAR_ARGUMENTS) {
-  // values[k / 4][column], and behind them inputs[k / 4][token]. The offset, which no compiler knows, is a part of the
+  // values[k][column / 4], and behind them inputs[k / 4][token]. The offset, which no compiler knows, is a part of the
   // address: a constant beyond the 4 KiB that a load of an Adreno adds would cost an addition for each load.
   __local element4_t values[DEPTH / 4 * (LANES + TILE_TOKENS)];
   __local element4_t *inputs =
       (__local element4_t *)((__local char *)values + (tokens > 0 ? DEPTH / 4 * LANES * sizeof(element4_t) : 0));
-  const uint column = get_local_id(0), strip = get_local_id(1);
-  const uint item = strip * ITEMS_X + column, lane = item % LANES;
+  const uint strip = get_local_id(1), item = strip * ITEMS_X + get_local_id(0), column = get_local_id(0) * 4;
 #ifdef GROUPED
   FIND_PLACE(uint, get_group_id(0))
 #else
@@ -338,18 +416,19 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
   const uint count = min((uint)token_step, tokens - token);
 #endif
   x += (size_t)(first_token + token) * columns;
-  weight_place words =
-      PLACE(first_weight(tile.x, weight_columns, first_column) + item / LANES * UNPACKED_ROWS + lane);
+  weight_place words = PLACE(first_weight(tile.x, weight_columns, first_column));
 #if BITS <= 8
-  const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK) + lane;
+  const uint word = item * WORDS, lane = word % LANES;
+  words += word;
+  __local element_t *own_slot = (__local element_t *)values + (word / LANES * (WORD_INPUTS * LANES) + lane);
+  const size_t groups = first_group(tile.x, weight_columns, first_column, BLOCK);
   scales += groups;
 #ifdef ASYMMETRIC
   zeros += groups;
 #endif
 #endif
-  __local element4_t *value_slot = values + (item / LANES * (UNPACKED / 4 * LANES) + lane);
   __local element4_t *input_slot = inputs + (item % ROW_RUNS * (2 * TILE_TOKENS) + item / ROW_RUNS);
-  __local const element4_t *own_values = values + column, *own_inputs = inputs + strip * ITEM_TOKENS;
+  __local const element4_t *own_values = values + get_local_id(0), *own_inputs = inputs + strip * ITEM_TOKENS;
   REPEAT(INPUT_TURNS, FIND_INPUTS)
   REPEAT(ITEM_TOKENS, CLEAR_TOTAL)
 
@@ -361,46 +440,28 @@ __kernel __attribute__((reqd_work_group_size(ITEMS_X, ITEMS_Y, 1))) void linear_
     REPEAT(INPUT_TURNS, STAGE_INPUTS)
 #if BITS <= 8
     const uint group = start / BLOCK * LANES;
-    LOAD_SCALE
-#endif
-    if (ITEMS <= WEIGHT_RUNS || item < WEIGHT_RUNS)
-      UNROLL for (uint turn = 0; turn < TURNS(WEIGHT_RUNS); turn++) {
-        const weight_place place = words + turn * (ITEMS / LANES) * UNPACKED_ROWS;
-        __local element4_t *slot = value_slot + turn * (ITEMS / LANES) * (UNPACKED / 4 * LANES);
-#if BITS <= 8
-        const uint q = WORD(place, 0);
-#ifdef HALF_SUMS
-        const half2 a = PAIR(q, 0), b = PAIR(q, 1);
-#if BITS == 4
-        const half2 c = PAIR(q, 2), d = PAIR(q, 3);
-        slot[0] = (half4)(a.x, b.x, c.x, d.x);
-        slot[LANES] = (half4)(a.y, b.y, c.y, d.y);
-#else
-        slot[0] = (half4)(a.x, b.x, a.y, b.y);
-#endif
-#else
-        slot[0] = FMA(CODES_LOW(q), FACTORS_LOW * scale, (float4)shift);
-#if BITS == 4
-        slot[LANES] = FMA(CODES_HIGH(q), FACTORS_HIGH * scale, (float4)shift);
-#endif
-#endif
-#elif defined(HALF_SUMS)
-        slot[0] = (half4)(place[0], place[LANES], place[2 * LANES], place[3 * LANES]);
-#else
-        slot[0] = (float4)(load_weight(place, 0), load_weight(place, LANES), load_weight(place, 2 * LANES),
-                           load_weight(place, 3 * LANES));
-#endif
+    if (ITEMS <= WEIGHT_RUNS || item < WEIGHT_RUNS) {
+      LOAD_SCALE
+      UNROLL for (uint turn = 0; turn < TURNS(WEIGHT_RUNS / WORDS); turn++) {
+        const words_t q = LOAD_WORDS(words + turn * (WORDS * ITEMS));
+        __local element_t *slot = own_slot + turn * (WORDS * ITEMS * WORD_INPUTS);
+        UNPACK(q)
       }
+    }
+#else
+    UNROLL for (uint turn = 0; turn < DEPTH * ITEMS_X / ITEMS; turn++)
+      values[item + turn * ITEMS] = LOAD_FLOATS(words + (item + turn * ITEMS) * 4);
+#endif
     words += DEPTH / WORD_INPUTS * LANES;
     barrier(CLK_LOCAL_MEM_FENCE);
     REPEAT(ITEM_TOKENS, BEGIN_SUM)
     __local const element4_t *value = own_values, *input = own_inputs;
     UNROLL for (uint k = 0; k < DEPTH / 4; k++, value += LANES, input += TILE_TOKENS) {
-      const element4_t v0 = value[0], v1 = value[ITEMS_X], v2 = value[2 * ITEMS_X], v3 = value[3 * ITEMS_X];
-      const element4_t first = (element4_t)(v0.x, v1.x, v2.x, v3.x), second = (element4_t)(v0.y, v1.y, v2.y, v3.y);
-      const element4_t third = (element4_t)(v0.z, v1.z, v2.z, v3.z), fourth = (element4_t)(v0.w, v1.w, v2.w, v3.w);
+      const element4_t first = value[0], second = value[ITEMS_X];
+      const element4_t third = value[2 * ITEMS_X], fourth = value[3 * ITEMS_X];
       REPEAT(ITEM_TOKENS, MULTIPLY)
     }
+    LOAD_SUM_SCALE
     REPEAT(ITEM_TOKENS, FLUSH_SUM)
   } while ((start += DEPTH) < columns);
   y += (size_t)(first_token + token) * rows + tile.y + column;

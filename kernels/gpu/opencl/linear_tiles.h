@@ -118,14 +118,14 @@ static inline float across(float4 value) { return (value.x + value.y) + (value.z
 // Turns of a work-item at `runs` pieces of work that all share: at least one, which some may sit out.
 #define TURNS(runs) ((runs) > ITEMS ? (runs) / ITEMS : 1)
 
-// Stores the sums of one token: every ITEMS_X-th column, those below `valid`.
-static inline void store_row(float4 sums, __global out_t *y, int valid) {
+// Stores the sums of one token: every `step`-th column, those below `valid`.
+static inline void store_row(float4 sums, __global out_t *y, int valid, int step) {
   if (valid > 0) store_out(sums.x, y, 0);
-  if (valid > ITEMS_X) store_out(sums.y, y, ITEMS_X);
-  if (valid > 2 * ITEMS_X) store_out(sums.z, y, 2 * ITEMS_X);
-  if (valid > 3 * ITEMS_X) store_out(sums.w, y, 3 * ITEMS_X);
+  if (valid > step) store_out(sums.y, y, step);
+  if (valid > 2 * step) store_out(sums.z, y, 2 * step);
+  if (valid > 3 * step) store_out(sums.w, y, 3 * step);
 }
 #define STORE_ROW(r)                                                                                         \
   if (strip * ITEM_TOKENS + r < count)                                                                       \
-    store_row(STORED(r), y + (strip * ITEM_TOKENS + r) * rows, tile.z - (int)column);
+    store_row(STORED(r), y + (strip * ITEM_TOKENS + r) * rows, tile.z - (int)column, COLUMN_STEP);
 #endif

@@ -71,6 +71,7 @@ def test_a_dump_is_read(bench):
     assert name == "p"
     # The inner loop is not counted with the outer one, whose products are four floats and a half.
     assert (row.loop_slots, row.loop_products, row.loop_half_products, row.loop_private) == (10, 5, 1, 1)
+    assert (row.loop_global, row.loop_local) == (0, 0)
     assert (row.registers, row.wave, row.instructions) == (13, 128, 7)
     # 96 registers hold three pairs of waves, 32 KiB six groups of a pair.
     assert (row.waves, row.local_bytes, row.private_bytes) == (6, 5000, 0)
@@ -152,6 +153,17 @@ def test_the_kept_tables_meet_the_aims(bench, program, slots_a_product):
         row = table[f"linear {program}"]
         assert row.loop_slots <= slots_a_product * row.loop_products
         assert row.waves >= 6
+
+
+def test_half_products_and_a_single_token_take_few_slots(bench):
+    for table in bench.read_results().tables.values():
+        half, one = table["linear w4 f16 T64 half"], table["linear w4 f16 T1"]
+        # A half product takes half a slot.
+        assert half.loop_slots - half.loop_half_products / 2 <= 0.75 * half.loop_products
+        assert half.loop_half_products == half.loop_products
+        assert one.loop_slots <= 9 * 32
+        # A block's four words and its scale; eight vectors of inputs.
+        assert (one.loop_global, one.loop_local) <= (5, 8)
 
 
 @pytest.mark.slow

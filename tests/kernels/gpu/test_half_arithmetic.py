@@ -22,6 +22,8 @@ def shapes():
     for (bits, block), symmetric in itertools.product(((4, 16), (4, 32), (4, 128), (8, 32)), (True, False)):
         for tokens, columns in ((9, 128), (33, 384), (65, 256)):
             yield WeightFormat(bits, block, symmetric=symmetric), tokens, columns
+    for bits in (4, 8):
+        yield WeightFormat(bits, 32, symmetric=False, minimum=True), 33, 384
     yield WeightFormat(16), 17, 48
     yield INT4, 64, 4096
 
