@@ -23,6 +23,9 @@ from jinja2.utils import Namespace
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning: the first that a message has fills the two before it."""
 
+_OPTIONS: Final = ("ensure_ascii", "indent", "separators", "sort_keys")
+"""Options of JSON in a template, in order."""
+
 
 def render(request: Mapping[str, Any]) -> dict[str, str]:
     """Return the text of a dialogue, or the kind of the failure and its message.
@@ -65,17 +68,6 @@ class _Generation(Extension):
         return caller()
 
 
-class _Dict:
-    """Makes dictionaries, without the attributes of the class."""
-
-    def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:  # noqa: ANN401
-        return dict(*args, **fields)
-
-    @staticmethod
-    def fromkeys(*args: Any) -> dict[Any, Any]:  # noqa: ANN401
-        return dict.fromkeys(*args)
-
-
 class _Namespace(Namespace):
     """Refuses the names of Python's own attributes."""
 
@@ -96,17 +88,9 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace cannot have the attribute {name!r}")
 
 
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: object, *given: Any, **fields: Any) -> str:  # noqa: ANN401
     """Return JSON as it is: Jinja's own filter escapes HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, **{"ensure_ascii": False, **dict(zip(_OPTIONS, given, strict=False)), **fields})
 
 
 def _refuse(message: str) -> NoReturn:
@@ -123,6 +107,6 @@ def _compiled(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    names = {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+    names = {"raise_exception": _refuse, "strftime_now": _now, "namespace": _Namespace}
     environment.globals.update(names)
     return environment.from_string(template)

@@ -160,10 +160,8 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> Any:  # noqa: ANN
     if texts:
         return texts["default"] if set(texts) == {"default"} else texts
     found = config.get("chat_template")
-    try:
-        found = {one["name"]: one["template"] for one in found} if isinstance(found, list) else found
-    except (KeyError, TypeError):
-        found = ()
+    if isinstance(found, list) and all(isinstance(one, dict) for one in found):
+        found = {one.get("name"): one.get("template") for one in found}
     if not isinstance(found, str | dict | None):
         raise CheckpointError(f"The chat template in {folder} is not text.", fix=FIX)
     return found
@@ -184,18 +182,16 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _by_transformers(folder: Path, name: str, template: str | dict[str, str] | None) -> TokenizerParts:
     try:
-        with _no_advice():
-            import transformers
+        with _quiet_transformers() as transformers:
+            kind = transformers.PreTrainedTokenizerFast
+            if name != "tokenizer.json":
+                kind = transformers.AutoTokenizer  # two seconds more where PyTorch is installed
+            wrapper = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except ImportError as error:
         raise CheckpointError(
             f"{folder / name} needs the library transformers: {error}.",
             fix="Run `pip install 'heterollm[older-tokenizers]'`, or use a checkpoint with tokenizer.json.",
         ) from error
-    kind = transformers.PreTrainedTokenizerFast
-    if name != "tokenizer.json":
-        kind = transformers.AutoTokenizer  # two seconds more where PyTorch is installed
-    with _quiet(transformers.utils.logging):
-        wrapper = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     if not hasattr(wrapper, "backend_tokenizer"):
         raise CheckpointError(
             f"{folder / name} is a tokenizer of a kind without a fast form ({type(wrapper).__name__}).",
@@ -205,23 +201,19 @@ def _by_transformers(folder: Path, name: str, template: str | dict[str, str] | N
 
 
 @contextmanager
-def _no_advice() -> Iterator[None]:
-    """Import transformers without its warning that PyTorch is missing."""
+def _quiet_transformers() -> Iterator[Any]:
+    """Import transformers, without its warnings about its own models and about a missing PyTorch."""
     given = _ADVICE in os.environ
     os.environ.setdefault(_ADVICE, "1")
     try:
-        yield
+        import transformers
     finally:
         if not given:
             del os.environ[_ADVICE]
-
-
-@contextmanager
-def _quiet(verbosity: Any) -> Iterator[None]:  # noqa: ANN401 - transformers' logging module
-    """Silence transformers' warnings about its own models."""
+    verbosity = transformers.utils.logging
     before = verbosity.get_verbosity()
     verbosity.set_verbosity(logging.ERROR)
     try:
-        yield
+        yield transformers
     finally:
         verbosity.set_verbosity(before)
