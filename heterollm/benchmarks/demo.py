@@ -184,7 +184,9 @@ def run_demo(
     sentences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     phone = device if is_simulated(device) else f"{SIMULATED}{PHONE}"
-    simulation = functools.cache(partial(_simulated, phone.removeprefix(SIMULATED), report))
+    # Beside a measurement it shows no progress: two stages at once would take turns on the screen.
+    told = silent if time_kind == "real" else report
+    simulation = functools.cache(partial(_simulated, phone.removeprefix(SIMULATED), told))
     if time_kind == "real":
         measured, sentences, notes = _measured(name, sync, report, simulation)
     elif time_kind == "emulated":
