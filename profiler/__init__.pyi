@@ -5,6 +5,7 @@ from .runner import RunSummary as RunSummary
 from .session import SessionOptions as SessionOptions
 from .session import budget_of as budget_of
 from .session import essential_work as essential_work
+from .session import measured_code as measured_code
 from .session import profile_device as profile_device
 from .session import profile_for as profile_for
 from .summary import summarize as summarize

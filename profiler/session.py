@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 import psutil
@@ -44,7 +44,15 @@ from heterollm.profiler.measure import (
     sparse_tasks,
     sweep_tasks,
 )
-from heterollm.profiler.records import CopyKey, FenceKey, LaunchKey, Profile, Record, profile_path
+from heterollm.profiler.records import (
+    CopyKey,
+    FenceKey,
+    LaunchKey,
+    Processor,
+    Profile,
+    Record,
+    profile_path,
+)
 from heterollm.profiler.runner import ProfileOptions, RunSummary, run_tasks
 from heterollm.profiler.tune import default_jobs, tune, tune_attention
 from heterollm.profiler.work import Tier
@@ -109,6 +117,11 @@ def budget_of(budget_s: float | None, *, quick: bool) -> float | None:
     return QUICK_BUDGET_S if budget_s is None else min(budget_s, QUICK_BUDGET_S)
 
 
+def measured_code() -> dict[str, str]:
+    """Return the versions of kernels and graph builders that a run measures, by processor."""
+    return {processor: code_of(processor) for processor in get_args(Processor)}
+
+
 def profile_for(device: Device, path: Path | None = None) -> tuple[Profile, Path]:
     """Return the stored profile of a device, or an empty one, and its file.
 
@@ -163,7 +176,7 @@ def profile_device(
         "update": options.update,
         "clocks_mhz": [] if device.is_simulated else _clocks_mhz(),
         "power": [source.name for source in sources],
-        "code": {processor: code_of(processor) for processor in ("gpu", "npu")},
+        "code": measured_code(),
     }
     if options.tune and device.gpu.is_tunable and not (options.update and profile.records):
         details["tuning"] = _tune(device, shapes, options.budget_s, progress)

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from email.parser import BytesParser
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -135,10 +136,23 @@ def test_the_wheel_carries_its_licence(wheel: Path) -> None:
         ).decode()
         assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
     assert "License-Expression: Apache-2.0" in metadata
-    # An unconditional torch would bring gigabytes to everyone.
-    assert all(
-        "extra ==" in line for line in metadata.splitlines() if line.startswith("Requires-Dist: torch")
-    )
+
+
+@pytest.mark.parametrize(("extra", "large"), [("", False), ("host", False), ("serve", False), ("test", True)])
+def test_large_libraries_come_with_extras_alone(wheel: Path, extra: str, large: bool) -> None:
+    """An unconditional torch would bring gigabytes to everyone, the others hundreds of megabytes."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("METADATA"))
+        metadata = BytesParser().parsebytes(archive.read(name))
+    asked, seen, needed = [extra], set(), set()
+    while asked:
+        seen.add(own := asked.pop())
+        for found in map(Requirement, metadata.get_all("Requires-Dist")):
+            if not found.marker or found.marker.evaluate({"extra": own}):
+                needed.add(found.name)
+                asked += [other for other in found.extras - seen if found.name == "heterollm"]
+    for name in ("torch", "transformers", "scikit-learn", "scipy"):
+        assert (name in needed) is large, name
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class LimitedChild:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | threads | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"},
+                env=os.environ | threads,
                 # Ctrl-C reaches all processes of a terminal; the parent decides.
                 start_new_session=os.name == "posix",
             )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -57,6 +59,8 @@ NO_LIMITS: Final = {**ANY_MEMORY, "npu.address_space_gib": 0.0}
 
 
 LAYER: Final = "TinyLlama layer"
+VALUES: Final = 1_000_003
+"""Different weights of the layer: a prime, so that no two rows are alike."""
 LAYER_CONFIG: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -179,12 +183,15 @@ def run_demo(
     measured: tuple[DemoRow, ...] = ()
     sentences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    phone = device if is_simulated(device) else f"{SIMULATED}{PHONE}"
+    # Beside a measurement it shows no progress: two stages at once would take turns on the screen.
+    told = silent if time_kind == "real" else report
+    simulation = functools.cache(partial(_simulated, phone.removeprefix(SIMULATED), told))
     if time_kind == "real":
-        measured, sentences, notes = _measured(name, sync, report)
+        measured, sentences, notes = _measured(name, sync, report, simulation)
     elif time_kind == "emulated":
         notes = (f"No speeds of this machine: times on {name} are emulated.",)
-    phone = device if is_simulated(device) else f"{SIMULATED}{PHONE}"
-    simulated, more = _simulated(phone.removeprefix(SIMULATED), report)
+    simulated, more = simulation()
     return DemoResult(
         prompt=PROMPT,
         text=answer.result.text,
@@ -202,20 +209,34 @@ def run_demo(
 
 
 def _measured(
-    device: str, sync: str, progress: Progress
+    device: str, sync: str, progress: Progress, meanwhile: Callable[[], object]
 ) -> tuple[tuple[DemoRow, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the rows of this machine, when splitting pays, and notes on failures."""
+    """Return the rows of this machine, when splitting pays, and notes on failures.
+
+    Args:
+        device: Name of the device.
+        sync: How the processors wait for each other.
+        progress: Called with a stage's name, steps done and steps in all.
+        meanwhile: Called while the bench loads the models in other processes, before it measures.
+    """
     from heterollm.benchmarks.cases import Configuration, cases_of, expand, with_baseline
     from heterollm.benchmarks.options import BenchOptions
-    from heterollm.benchmarks.run import run_bench
+    from heterollm.benchmarks.run import LOADING, run_bench
 
     configurations = with_baseline(expand(Configuration(device=device, sync=sync), plan_level=tuple(ROWS)))
     cases = cases_of((PREFILL_TOKENS,), (DECODE_TOKENS,))
+
+    def told(stage: str, done: int, total: int) -> None:
+        if stage == LOADING and done == total:
+            other.result()
+        progress(stage, done, total)
+
     with ExitStack() as stack:
         layer = _layer_folder(stack, progress)
         profile = profile_layer(device, layer, progress)
         options = BenchOptions(layer, configurations, cases, REPETITIONS, trace=False, profile=profile)
-        rows = run_bench(options, progress=progress).rows
+        other = stack.enter_context(ThreadPoolExecutor(1)).submit(meanwhile)
+        rows = run_bench(options, progress=told).rows
     own = [row for row in rows if not row.asked.baseline]
 
     def rate(level: str, phase: str) -> float | None:
@@ -321,7 +342,8 @@ def profile_layer(device: str, layer: Path, progress: Progress) -> Path:
 
     options = SessionOptions.of(quick=True, update=True, budget_s=PROFILE_BUDGET_S)
     with ProfilingSession(device, models=(layer,), purpose=DEMO) as profiling:
-        profiling.run(options, lambda _stage, done, total: progress("Profiling the device", done, total))
+        if not profiling.finished:
+            profiling.run(options, lambda _stage, done, total: progress("Profiling the device", done, total))
     return profiling.path
 
 
@@ -331,7 +353,6 @@ def write_layer_checkpoint(folder: Path) -> None:
     Raises:
         OSError: The folder cannot be written.
     """
-    generator = np.random.default_rng(0)
     hidden, wide = LAYER_CONFIG["hidden_size"], LAYER_CONFIG["intermediate_size"]
     queries = LAYER_CONFIG["num_attention_heads"] * LAYER_CONFIG["head_dim"]
     keys = LAYER_CONFIG["num_key_value_heads"] * LAYER_CONFIG["head_dim"]
@@ -345,9 +366,12 @@ def write_layer_checkpoint(folder: Path) -> None:
         "model.layers.0.mlp.up_proj.weight": (wide, hidden),
         "model.layers.0.mlp.down_proj.weight": (hidden, wide),
     }
+    # The same values again and again: new ones for 44 million weights would take a second of each demo.
+    values = np.random.default_rng(0).standard_normal(VALUES, np.float32) * np.float32(0.02)
+    halves = values.astype(np.float16)
     tensors = {
-        name: (generator.standard_normal(shape, np.float32) * np.float32(0.02)).astype(np.float16)
-        for name, shape in shapes.items()
+        name: np.resize(np.roll(halves, place * 1000), shape)
+        for place, (name, shape) in enumerate(shapes.items())
     }
     for name in ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"):
         tensors[f"model.{name}.weight"] = np.ones(hidden, np.float16)

@@ -40,6 +40,9 @@ LONGEST_NAME: Final = 120
 DEATHS_ALLOWED: Final = 1
 """Deaths of a configuration's process that fail one test each; the next one fails all of its tests."""
 
+LOADING: Final = "Loading and comparing logits"
+"""A stage in which nothing is measured."""
+
 PROFILE_COMMAND: Final = "heterollm profile"
 """Part of the error of a configuration that needs a profile."""
 
@@ -194,16 +197,18 @@ class _Bench:
         logits = {}
         configurations = self._options.configurations
         for done, configuration in enumerate(configurations):
-            self._progress("Loading and comparing logits", done, len(configurations))
+            self._progress(LOADING, done, len(configurations))
             self._check_time()
             try:
+                for soon in configurations[done : done + 2]:
+                    self._pool.begin(soon)
                 self._load(configuration)
                 if not self._pool.facts[configuration].computes:
                     continue
                 logits[configuration] = self._pool.ask(configuration, "logits", PROMPT_TOKENS, DECODED_TOKENS)
             except HeteroLLMError as error:
                 self._fail(configuration, error)
-        self._progress("Loading and comparing logits", len(configurations), len(configurations))
+        self._progress(LOADING, len(configurations), len(configurations))
         self.quality = judge(logits, self._pool.facts)
 
     def _sample(self, configuration: Configuration, case: Case) -> None:

@@ -45,9 +45,15 @@ class WorkerPool:
         self._ids = ids
         self.memory_bytes = memory_bytes
         self._workers: dict[Configuration, Child] = {}
+        self._begun: dict[Configuration, Child] = {}
         self.facts: dict[Configuration, Facts] = {}
         self.need_bytes: dict[Configuration, int] = {}
         self.in_turns = False
+
+    def begin(self, configuration: Configuration) -> None:
+        """Start the process of a model that is loaded soon: it imports its libraries meanwhile."""
+        if configuration not in self._begun and configuration not in self._workers:
+            self._begun[configuration] = self._start(configuration)
 
     def use(self, configuration: Configuration) -> bool:
         """Load a model unless it is loaded; return whether it was.
@@ -60,7 +66,8 @@ class WorkerPool:
             return True
         self.in_turns |= self._make_room()
         job = self._job(configuration)
-        worker = self._start(configuration)
+        self.begin(configuration)
+        worker = self._begun.pop(configuration)
         try:
             self.facts[configuration], need = worker.ask("load", job, self._ids)
         except BaseException:
@@ -113,8 +120,9 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all processes."""
-        while self._workers:
-            self._workers.popitem()[1].close()
+        for held in (self._workers, self._begun):
+            while held:
+                held.popitem()[1].close()
 
     def _make_room(self) -> bool:
         """Close all models if one more would not fit; return whether they were closed."""

@@ -19,7 +19,7 @@ from heterollm.kernels.threads import allowed_cores
 if TYPE_CHECKING:
     from heterollm.doctor.case import Check
 
-PACKAGES: Final = ("heterollm", "numpy", "pyopencl", "onnx", "onnxruntime", "onnxruntime-qnn", "transformers")
+PACKAGES: Final = ("heterollm", "numpy", "pyopencl", "onnx", "onnxruntime", "onnxruntime-qnn", "tokenizers")
 NOT_INSTALLED: Final = "not installed"
 VENDORS: Final = Path("/etc/OpenCL/vendors")
 MAPPED: Final = Path("/proc/self/maps")

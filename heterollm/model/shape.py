@@ -71,7 +71,7 @@ class ModelShape:
     vocab_size: int
     weight_bytes: int
     other_heads: tuple[tuple[str, tuple[int, int, int]], ...] = ()
-    endings: frozenset[str] = frozenset()
+    endings: tuple[str, ...] = ()
 
     def of_kind(self, kind: str) -> ModelShape:
         """Return the shape with the heads of a kind of layers."""
@@ -172,7 +172,7 @@ def shape_of_specs(config: ModelConfig, specs: Sequence[OpSpec], name: str) -> M
         vocab_size=config.vocab_size,
         weight_bytes=sum(kind.weight_bytes for kind in kinds) + tables * head.weight_bytes(),
         other_heads=tuple((name, own) for name, own in heads.items() if own != usual),
-        endings=frozenset(_endings(config)),
+        endings=tuple(_endings(config)),
     )
 
 

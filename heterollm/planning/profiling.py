@@ -19,7 +19,7 @@ from heterollm.kernels.devices import open_device
 from heterollm.kernels.ops import Power, Precision, Scales
 from heterollm.model import ModelShape, default_shapes, find_model, model_shape, read_config
 from heterollm.planning.load_options import check_weights
-from heterollm.profiler import RunSummary, SessionOptions, essential_work, profile_device
+from heterollm.profiler import RunSummary, SessionOptions, essential_work, measured_code, profile_device
 from heterollm.profiler.records import Profile, profile_path
 
 
@@ -172,6 +172,15 @@ class ProfilingSession:
         self._earlier = self._runs()
         profile, summary = profile_device(self.device, shapes, options, path=self.path, progress=progress)
         return ProfilingResult(profile, summary, self.path, tuple(shape.name for shape in shapes))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the file has a whole run of this version's kernels and graphs."""
+        try:
+            runs = Profile.load(self.path).runs.values()
+        except ProfileError:
+            return False
+        return any(run["finished"] and run.get("code") == measured_code() for run in runs)
 
     def notes(self, options: SessionOptions) -> tuple[str, ...]:
         """Return notes for the user before a run: the device and the reason for it, and the models."""

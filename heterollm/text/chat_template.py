@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from heterollm.base import MIB, CheckpointError, InputError, LimitedChild, LimitError
 from heterollm.text.rendering import render_whole
@@ -16,42 +16,42 @@ TEMPLATES: Final = LimitedChild(
 """Renders the chat templates of this process; those of published checkpoints take milliseconds in it."""
 
 
-class TemplateSource(Protocol):
-    """The part of transformers' tokenizers that has a template; the library has no types."""
-
-    chat_template: str | dict[str, str] | None
-
-    @property
-    def special_tokens_map(self) -> dict[str, Any]:
-        """Variables of the template."""
-
-    def get_chat_template(self, *, tools: object = None) -> str:
-        """Return the template for dialogues with these tools."""
-
-
 class ChatTemplate:
     """A checkpoint's chat template.
 
     Args:
-        source: Has its text.
+        template: Its text, or several texts by name; None if there is none.
+        special: Spelling of each special token by its name.
         folder: The checkpoint, for messages.
     """
 
-    def __init__(self, source: TemplateSource, folder: Path) -> None:
-        self._source = source
+    def __init__(
+        self, template: str | Mapping[str, str] | None, special: Mapping[str, str], folder: Path
+    ) -> None:
+        self._template, self._special = template, special
         own = folder / "chat_template.jinja"
         self._file = own if own.is_file() else folder / "tokenizer_config.json"
 
+    @property
+    def exists(self) -> bool:
+        """Whether the checkpoint has a template."""
+        return self._template is not None
+
     def text(self, tools: object = None) -> str:
-        """Return the template, of dialogues with tools if they have another.
+        """Return the template, of dialogues with tools if they have another; empty if there is none.
 
         Raises:
             CheckpointError: There are several, and none by default.
         """
-        try:
-            return self._source.get_chat_template(tools=tools)
-        except ValueError as error:
-            raise CheckpointError(f"The chat template in {self._file} fails: {error}.", fix=FIX) from error
+        if isinstance(self._template, str | None):
+            return self._template or ""
+        name = "tool_use" if tools is not None and "tool_use" in self._template else "default"
+        if name not in self._template:
+            raise CheckpointError(
+                f"The chat templates in {self._file} are {', '.join(self._template)}; none is the default.",
+                fix=FIX,
+            )
+        return self._template[name]
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """Return the text of a dialogue.
@@ -66,10 +66,8 @@ class ChatTemplate:
         try:
             reply = TEMPLATES.ask(
                 {
-                    **self._source.special_tokens_map,
-                    **variables,
-                    "conversations": [[dict(message) for message in messages]],
-                    "chat_template": self.text(variables.get("tools")),
+                    "template": self.text(variables.get("tools")),
+                    "variables": {**self._special, **variables, "messages": list(map(dict, messages))},
                 }
             )
         except LimitError as error:

@@ -1,31 +1,20 @@
-"""The tokenizer and the chat template of a checkpoint.
-
-transformers loads `tokenizer.json` unchanged, adds the special tokens of `tokenizer_config.json`, and renders
-the chat template in its sandbox. As in transformers 5, the prefix that `tokenizer.json` adds to a text takes
-precedence over `add_bos_token`. Checkpoints without `tokenizer.json` need transformers' `AutoTokenizer`.
-"""
+"""The tokenizer of a checkpoint: ids of texts and of dialogues, and the text of ids."""
 
 from __future__ import annotations
 
 import functools
-import logging
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from heterollm.base import CheckpointError, ContextError, InputError, parse_json, read_file
-from heterollm.text.chat_template import ChatTemplate, TemplateSource
+from heterollm.base import CheckpointError, ContextError, InputError
+from heterollm.text.chat_template import ChatTemplate
 from heterollm.text.prompt_bound import PromptBound, prompt_bound
 from heterollm.text.rendering import SPLIT, ControlTokens
-from heterollm.text.stream_decoder import FIX, LIBRARY, NoText, StreamDecoder
+from heterollm.text.stream_decoder import LIBRARY, NoText, StreamDecoder
 from heterollm.text.token_bytes import TokenBytes
-from heterollm.text.tokenizer_check import check_tokenizer_file
-
-if TYPE_CHECKING:
-    import tokenizers
+from heterollm.text.tokenizer_files import TokenizerParts, read_tokenizer, tokenizer_file
 
 Message = Mapping[str, str]
 """One chat message: ``{"role": "user", "content": "…"}``."""
@@ -33,39 +22,27 @@ Message = Mapping[str, str]
 _FIX_MISSING = (
     "Put the checkpoint's tokenizer files into the folder, or give token ids: only text needs them."
 )
-_FORMATS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 LONG_TEXT = 1 << 16
 """Characters from which a text may be refused before it is tokenised; a shorter one takes milliseconds."""
-
-_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-
-
-class _Wrapper(TemplateSource, Protocol):
-    """The part of transformers' tokenizers in use; the library has no types."""
-
-    eos_token_id: int | None
-
-    @property
-    def backend_tokenizer(self) -> tokenizers.Tokenizer: ...
 
 
 class Tokenizer:
     """A checkpoint's tokenizer; made by :meth:`from_folder`.
 
     Args:
-        wrapper: transformers' tokenizer, with the special tokens and the chat template.
+        parts: The tokenizer, its special tokens and the chat template.
         folder: The checkpoint, for messages.
-        eos_ids: Ids that end an answer.
+        eos_ids: Ids that end an answer, from the model's configuration; the tokenizer's own is added.
     """
 
-    def __init__(self, wrapper: _Wrapper, folder: Path, eos_ids: frozenset[int]) -> None:
-        self._wrapper = wrapper
-        self._template = ChatTemplate(wrapper, folder)
-        self._backend: tokenizers.Tokenizer = wrapper.backend_tokenizer
+    def __init__(self, parts: TokenizerParts, folder: Path, eos_ids: Collection[int] = ()) -> None:
+        self._template = ChatTemplate(parts.chat_template, parts.special, folder)
+        self._backend = parts.backend
         # The file may enable both; silently truncating a prompt would give a wrong answer.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._eos_ids = eos_ids
+        own = self._backend.token_to_id(parts.special.get("eos_token", ""))
+        self._eos_ids = frozenset(eos_ids if own is None else {*eos_ids, own})
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self._added = {token.content: index for index, token in added.items()}
@@ -92,13 +69,12 @@ class Tokenizer:
             CheckpointError: A file is missing or damaged; the message has its name.
         """
         folder = Path(path)
-        _check_small_files(folder)
-        wrapper = _load_wrapper(folder)
-        if not isinstance(wrapper.chat_template, str | dict | None):
-            raise CheckpointError(f"The chat template in {folder} is not text.", fix=FIX)
-        own = () if wrapper.eos_token_id is None else (int(wrapper.eos_token_id),)
+        if not folder.is_dir():
+            raise CheckpointError(f"There is no checkpoint folder {folder}.", fix="Check the path.")
+        check_tokenizer(folder)
+        parts = read_tokenizer(folder, str(tokenizer_file(folder)))
         with LIBRARY:
-            return cls(wrapper, folder, frozenset({*eos_ids, *own}))
+            return cls(parts, folder, eos_ids)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -128,7 +104,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint has a chat template; without one the dialogue has a plain form."""
-        return self._wrapper.chat_template is not None
+        return self._template.exists
 
     @property
     def chat_stop_strings(self) -> tuple[str, ...]:
@@ -290,7 +266,7 @@ class Tokenizer:
 
     def chat_template(self, *, tools: bool = False) -> str:
         """Return the chat template, of dialogues with tools if there is another; empty if there is none."""
-        return self._template.text([{}] if tools else None) if self.has_chat_template else ""
+        return self._template.text([{}] if tools else None)
 
     def stream_decoder(self) -> StreamDecoder:
         """Return a decoder for ids that arrive one at a time."""
@@ -338,7 +314,7 @@ def load_tokenizer(folder: Path, eos_ids: Sequence[int]) -> Tokenizer | NoTokeni
     Raises:
         CheckpointError: A file is damaged; the message has its name.
     """
-    if _tokenizer_file(folder) is None:
+    if tokenizer_file(folder) is None:
         return NoTokenizer(folder, frozenset(eos_ids))
     return Tokenizer.from_folder(folder, eos_ids)
 
@@ -349,85 +325,5 @@ def check_tokenizer(folder: Path) -> None:
     Raises:
         CheckpointError: They are missing; the message has the name of one.
     """
-    if _tokenizer_file(folder) is None:
+    if tokenizer_file(folder) is None:
         raise CheckpointError(f"{folder / 'tokenizer.json'} is missing.", fix=_FIX_MISSING)
-
-
-def _tokenizer_file(folder: Path) -> str | None:
-    """Return the name of the file to load a tokenizer from; None if it is missing."""
-    complete = (names for names in _FORMATS if all((folder / name).is_file() for name in names))
-    return next(complete, (None,))[0]
-
-
-def _check_small_files(folder: Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(f"There is no checkpoint folder {folder}.", fix="Check the path.")
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-        _read_json(folder / name)
-    template = folder / "chat_template.jinja"
-    try:
-        if template.exists():
-            read_file(template).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{template} cannot be read: {error}.", fix=FIX) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty if the file is missing."""
-    try:
-        value = parse_json(read_file(path))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.", fix=FIX) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, not an object.", fix=FIX)
-    return value
-
-
-def _load_wrapper(folder: Path) -> _Wrapper:
-    """Return transformers' tokenizer for a folder."""
-    check_tokenizer(folder)
-    name = str(_tokenizer_file(folder))
-    if name == "tokenizer.json":
-        check_tokenizer_file(folder / name)
-    with _no_advice():
-        import transformers  # takes half a second, and most commands need no tokenizer
-    kind = transformers.PreTrainedTokenizerFast
-    if name != "tokenizer.json":
-        kind = transformers.AutoTokenizer  # two seconds more where PyTorch is installed
-    try:
-        with _quiet(transformers.utils.logging), LIBRARY:
-            wrapper: _Wrapper = kind.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-    except Exception as error:
-        # The tokenizers library raises bare exceptions for damaged files.
-        raise CheckpointError(f"{folder / name} cannot be loaded: {error}.", fix=FIX) from error
-    if not hasattr(wrapper, "backend_tokenizer"):
-        raise CheckpointError(
-            f"{folder / name} is a tokenizer of a kind without a fast form ({type(wrapper).__name__}).",
-            fix="Convert it to tokenizer.json with transformers' save_pretrained.",
-        )
-    return wrapper
-
-
-@contextmanager
-def _no_advice() -> Iterator[None]:
-    """Import transformers without its warning that PyTorch is missing."""
-    given = _ADVICE in os.environ
-    os.environ.setdefault(_ADVICE, "1")
-    yield
-    if not given:
-        del os.environ[_ADVICE]
-
-
-@contextmanager
-def _quiet(verbosity: Any) -> Iterator[None]:  # noqa: ANN401 - transformers' logging module
-    """Silence transformers' warnings about its own models."""
-    before = verbosity.get_verbosity()
-    verbosity.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        verbosity.set_verbosity(before)

@@ -3,7 +3,7 @@
 Hexagon's arrays are 32 wide, so that dimensions count rounded up to 32. Below 32 tokens the emulator's
 activation-first graphs move in steps of 4 (measured), so that tokens count rounded up to 4 too.
 Models that are built of the functions below rise with tokens (within a stage), rows and columns by
-construction. SciPy is imported by fits alone: a fitted curve is read without it.
+construction.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ SMALLEST_SHARE: Final = 1e-7
 
 TIE: Final = 3e-3
 """Weight of the sizes of coefficients in a fit: among equally good solutions there is a smallest one."""
+
+ROUNDING: Final = 1e-14
+"""Slopes below this share of the largest possible one are rounding errors."""
+
+MOST_STEPS: Final = 3
+"""Steps of non-negative least squares for each coefficient, after which rounding errors turn in circles."""
 
 FLOOR_LIMIT: Final = 0.95
 """Largest share of the fastest time that counts as a fixed cost."""
@@ -128,8 +134,6 @@ def nonnegative_fit(terms: NDArray[np.float64], times_us: NDArray[np.float64]) -
         terms: ``[samples, terms]``, none negative, no column all zero.
         times_us: ``[samples]``, positive.
     """
-    from scipy.optimize import nnls
-
     relative = terms / times_us[:, None]
     scales = relative.max(axis=0)
     relative = relative / scales
@@ -137,11 +141,44 @@ def nonnegative_fit(terms: NDArray[np.float64], times_us: NDArray[np.float64]) -
     # Dependent columns have many solutions, of which rounding errors would choose one.
     sizes = np.diag(TIE * np.arange(1.0, terms.shape[1] + 1.0))
     for _ in range(REWEIGHTINGS):
-        found, _ = nnls(np.vstack([relative * weights[:, None], sizes]), np.append(weights, 0.0 * sizes[0]))
+        rows = np.vstack([relative * weights[:, None], sizes])
+        found = nonnegative_least_squares(rows, np.append(weights, 0.0 * sizes[0]))
         residuals = np.abs((relative * found).sum(axis=1) - 1.0)
         weights = 1.0 / np.sqrt(np.maximum(residuals, SMALLEST_RESIDUAL))
     found[found < SMALLEST_SHARE] = 0.0
     return [digits(cost) for cost in (found / scales).tolist()]
+
+
+def nonnegative_least_squares(terms: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the non-negative coefficients with which ``terms @ coefficients`` is nearest to the values.
+
+    Lawson and Hanson's method (Solving Least Squares Problems, 1974, chapter 23): coefficients leave zero one
+    at a time where that helps most, and return to it where the best fit of those above zero has a negative.
+
+    Args:
+        terms: ``[samples, terms]``, of full column rank.
+        values: ``[samples]``.
+    """
+    found = np.zeros(terms.shape[1])
+    above = found > 0.0
+    least = ROUNDING * np.abs(terms).sum(axis=0).max() * np.abs(values).max()
+    for _ in range(MOST_STEPS * len(found)):
+        slopes = np.where(above, 0.0, terms.T @ (values - terms @ found))
+        if slopes.max() <= least:
+            break
+        above[slopes.argmax()] = True
+        while True:
+            best = np.zeros(len(found))
+            best[above] = np.linalg.lstsq(terms[:, above], values)[0]
+            below = above & (best <= 0.0)
+            if not below.any():
+                break
+            shares = found[below] / (found[below] - best[below])
+            found += shares.min() * (best - found)
+            above[np.flatnonzero(below)[shares == shares.min()]] = False
+            found[~above] = 0.0
+        found = best
+    return found
 
 
 def common_floor(

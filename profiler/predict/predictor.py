@@ -4,8 +4,9 @@ A measured time is returned as it is, and between two measured widths of a weigh
 other shards a fitted model answers, within bounds that measured times set. Each processor uses the model with
 the least regret on weight shapes that were kept out of its fit, and keeps the scores of all models.
 
-A fit takes a second, and seconds to import SciPy and scikit-learn; a load with a kept plan asks for predicted
-times too. So fitted models are kept as JSON in the cache; measured times stay in the profile.
+A fit takes a second, and one more to import scikit-learn, without which the tree is no candidate; a load with
+a kept plan asks for predicted times too. So fitted models are kept as JSON in the cache; measured times stay
+in the profile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Final, get_args
 
 import msgspec
@@ -60,6 +62,12 @@ CANDIDATES: Final[Mapping[Processor, tuple[type[ShapeModel], ...]]] = {
 FEWEST_POINTS: Final = 2
 
 
+def installed_candidates(processor: Processor) -> tuple[type[ShapeModel], ...]:
+    """Return the models of a processor that can be fitted: the tree needs scikit-learn."""
+    without = () if find_spec("sklearn") else (Tree,)
+    return tuple(model for model in CANDIDATES[processor] if model not in without)
+
+
 class ProcessorFit(Struct, frozen=True, forbid_unknown_fields=True):
     """The model of a processor's linear layers.
 
@@ -89,7 +97,7 @@ class ProcessorFit(Struct, frozen=True, forbid_unknown_fields=True):
                 "predict from.",
                 fix=FIX,
             )
-        models, scores = {model.name: model for model in CANDIDATES[processor]}, []
+        models, scores = {model.name: model for model in installed_candidates(processor)}, []
         for name, model in models.items():
             if predicted := held_out_predictions(model, times):
                 scores.append(Score.of(name, processor, times, other, predicted))
@@ -231,8 +239,9 @@ def fitted_predictor(profile: Profile) -> Predictor:
         data = decode_json(content, source=source, error=ProfileError)
         return Predictor.fit(profile, decode(data, Fits, source=f"{source} is damaged", error=ProfileError))
 
+    names = " ".join(model.name for processor in CANDIDATES for model in installed_candidates(processor))
     return load_or_make(
-        own_folder("predictors") / f"{profile_digest(profile)}.json",
+        own_folder("predictors") / f"{profile_digest(profile, names)}.json",
         "fitting it again",
         read=read,
         make=lambda: Predictor.fit(profile),

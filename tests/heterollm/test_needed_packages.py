@@ -1,4 +1,4 @@
-"""A model runs without the packages that only prepare one: those of graphs, of predictors, and pyopencl."""
+"""A model runs without the extras, and without packages that only prepare one: those of graphs, pyopencl."""
 
 import json
 import os
@@ -15,7 +15,7 @@ WITHOUT = """
 import sys
 from importlib.machinery import PathFinder
 
-HIDDEN = {"onnx", "ml_dtypes", "sklearn", "scipy", "pyopencl"}
+HIDDEN = {"onnx", "ml_dtypes", "sklearn", "scipy", "joblib", "transformers", "torch", "pyopencl"}
 
 class Finder(PathFinder):
     @classmethod

@@ -87,8 +87,8 @@ from heterollm.profiler.records import Profile, list_profiles
 path = demo.profile_layer("host", Path(sys.argv[1]), silent)
 first = len(Profile.load(path).records)
 again = demo.profile_layer("host", Path(sys.argv[1]), silent)
-run = max(Profile.load(path).runs.values(), key=lambda run: run["started_s"])
-print(path.name.startswith("demo-host-"), first > 20, path == again, run["known"] > 0, list_profiles())
+runs = len(Profile.load(path).runs)
+print(path.name.startswith("demo-host-"), first > 20, path == again, runs == 1, list_profiles())
 """
 
 LOADS = """

@@ -14,6 +14,7 @@ from heterollm.kernels.formats import quantize
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.model import Checkpoint, ModelConfig, load_weights
 from heterollm.model.fields.adapter import ADAPTER_FIELDS
+from heterollm.model.lora import pissa
 
 CONFIG = {
     "peft_type": "LORA",
@@ -224,6 +225,18 @@ def test_factors_that_peft_would_ignore_are_refused(folder, adapter, config):
 def test_initialisations_that_leave_the_model_alone_change_nothing(folder, adapter, kind):
     path, merged = adapter({"init_lora_weights": kind})
     assert np.abs(Checkpoint(folder, path).read(f"{Q}.weight") - merged[Q]).max() < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(160, 300), (300, 160), (30, 40)])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 3.0])
+def test_the_largest_singular_values_are_those_of_the_whole_decomposition(shape, decay):
+    random = np.random.default_rng(0)
+    u, s, v = np.linalg.svd(random.standard_normal(shape), full_matrices=False)
+    s *= np.arange(1.0, len(s) + 1.0) ** -decay
+    weight, rank = ((u * s) @ v).astype(np.float32), 4
+    found = pissa(weight, rank)
+    assert np.abs(found.b @ found.a - (u[:, :rank] * s[:rank]) @ v[:rank]).max() < 1e-6 * s[0]
+    assert (found.scale, len(found.a)) == (-1.0, rank)
 
 
 def initial_of(kind, weight, rank, scale):

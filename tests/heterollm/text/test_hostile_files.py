@@ -4,6 +4,7 @@ import json
 import os
 import threading
 
+import jinja2
 import pytest
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -76,19 +77,47 @@ def test_a_template_that_never_ends_is_one_error(tmp_path, child, monkeypatch, t
     assert good.decode(good.apply_chat_template(MESSAGES)) == MESSAGES[0]["content"]
 
 
+REASONED = [
+    {"role": "user", "content": "why?"},
+    {"role": "assistant", "content": "so", "reasoning": "hm"},
+    {"role": "assistant", "content": "so", "thinking": "t", "reasoning_content": None},
+]
+
+
+@pytest.mark.parametrize("messages", [MESSAGES, REASONED], ids=["one", "reasoned"])
 @pytest.mark.parametrize(
     "template",
     [
         "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}{% endfor %}",
         "{% generation %}{{ messages | tojson }}{% endgeneration %}{{ add_generation_prompt }}",
         "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m }}{% endfor %}{{ none }}",
-        "{{ strftime_now('%%') }}{{ dict(a=1) }}{{ namespace(x=2).x }}{{ tools }}",
+        "{{ strftime_now('%%') }}{{ dict(a=1) }}{{ namespace(x=2).x }}{{ tools }}{{ documents }}",
+        "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}",
+        "a\n    {% if true %}\n  b\r\n  {%- endif %}\n{# c #}\n  d\n",
+        "{{ {'b': 'é<', 'a': [1, none]} | tojson(indent=2, sort_keys=true) }}{{ 'é' | tojson(true) }}",
+        "{{ {'a': 1, 'b': 2} | tojson(separators=(',', ':')) }}{{ dict.fromkeys(['x'], 1) }}",
+        "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}{% endfor %}",
+        "{% set n = namespace(self=1) %}{% set n.self = n.self + 1 %}{{ n.self }}{{ undefined_name }}",
+        "{% set n = namespace(_a=1) %}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{{ raise_exception('no') }}",
+        "{{ messages.append(1) }}",
+        "{{ dict.__class__ }}{{ ''.__class__.__mro__ }}",
+        "{{ undefined_name.more }}",
+        "{% endfor %}",
     ],
 )
-def test_the_child_renders_as_transformers_does(child, template):
-    request = {"conversations": [MESSAGES], "chat_template": template, "add_generation_prompt": True}
-    request["bos_token"] = "<s>"
-    assert child.ask(request) == {"text": render_jinja_template(**request)[0][0]}
+def test_the_child_renders_as_transformers_does(child, template, messages):
+    variables = {"bos_token": "<s>", "add_generation_prompt": True}
+    found = child.ask({"template": template, "variables": variables | {"messages": messages}})
+    try:
+        theirs, _ = render_jinja_template([messages], chat_template=template, **variables)
+    except jinja2.TemplateSyntaxError:
+        assert [*found] == ["damaged"]
+    except jinja2.TemplateError:
+        assert [*found] == ["refused"]
+    else:
+        assert found == {"text": theirs[0]}
 
 
 def test_the_child_answers_several_threads_and_lives_on(child):
@@ -96,7 +125,7 @@ def test_the_child_answers_several_threads_and_lives_on(child):
 
     def ask(number):
         message = {"role": "user", "content": str(number)}
-        answers[number] = child.ask({"conversations": [[message]], "chat_template": template})["text"]
+        answers[number] = child.ask({"template": template, "variables": {"messages": [message]}})["text"]
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for thread in threads:

@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -144,6 +145,66 @@ def test_ids_are_those_of_transformers(loaded, folders, name):
         assert loaded[name].encode(text) == theirs.encode(text)
         ids = theirs.encode(text)
         assert loaded[name].decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+SPELLINGS = st.sampled_from(["<|end|>", "<|head|>", "日本語", "He", "Z", "<new>", "<newer>", "q"])
+KINDS = st.fixed_dictionaries(
+    {"content": SPELLINGS},
+    optional={name: st.booleans() for name in ("special", "lstrip", "rstrip", "normalized", "single_word")},
+)
+MARKED = KINDS.map(lambda fields: fields | {"__type": "AddedToken"})
+NAMED = {f"{name}_token": SPELLINGS | MARKED for name in ("bos", "eos", "unk", "pad", "image", "own")}
+EXTRA = st.lists(SPELLINGS | MARKED, max_size=3) | st.dictionaries(
+    st.sampled_from(["image_token", "audio_token"]), SPELLINGS | MARKED
+)
+FILES = {
+    "tokenizer_config": st.fixed_dictionaries(
+        {},
+        optional={
+            **NAMED,
+            "extra_special_tokens": EXTRA,
+            "additional_special_tokens": st.lists(SPELLINGS, max_size=3),
+            "model_specific_special_tokens": st.dictionaries(st.just("video_token"), SPELLINGS),
+            "added_tokens_decoder": st.dictionaries(st.integers(0, 500).map(str), KINDS, max_size=3),
+            "add_bos_token": st.booleans(),
+            "add_prefix_space": st.booleans(),
+        },
+    ),
+    "special_tokens_map": st.fixed_dictionaries(
+        {}, optional=dict.fromkeys(("bos_token", "eos_token", "image_token"), SPELLINGS | KINDS)
+    ),
+    "added_tokens": st.dictionaries(SPELLINGS, st.integers(380, 420), max_size=3),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@given(files=st.fixed_dictionaries({}, optional=FILES))
+@settings(max_examples=150, deadline=None)
+def test_the_files_of_a_checkpoint_count_as_in_transformers(tmp_path_factory, padded, files):
+    import transformers
+
+    # There transformers overlooks that objects and the token of padding are special.
+    assume("added_tokens" not in files or not (padded or "__type" in json.dumps(files)))
+    backend = byte_level()
+    if padded:
+        backend.enable_padding(length=64, pad_id=2, pad_token="<|end|>")
+    folder = save(tmp_path_factory.mktemp("files"), backend, {})
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    try:
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
+    except Exception as error:  # noqa: BLE001 - such as a TypeError for a token by two names
+        event(type(error).__name__)
+        return
+    ours = Tokenizer.from_folder(folder)
+    expected, found = (json.loads(one.to_str()) for one in (theirs.backend_tokenizer, ours._backend))
+    for fields in (expected, found):
+        del fields["padding"], fields["post_processor"]
+    assert found == expected
+    assert ours._template._special == theirs.special_tokens_map
+    assert ours.eos_ids == {theirs.eos_token_id} - {None}
+    for text in (TEXT, "<new> q<|end|>", "日本語 He"):
+        assert ours.encode(text) == theirs.encode(text)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -561,24 +622,40 @@ def test_remote_code_is_not_run(tmp_path, folders):
     assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"
 
 
-def test_loading_leaves_the_logging_of_transformers_as_it_was(folders):
+@pytest.fixture
+def older(tmp_path):
+    """A checkpoint without tokenizer.json, which transformers reads."""
+    byte_level().model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    return tmp_path
+
+
+def test_older_files_without_transformers_say_what_to_install(older, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(CheckpointError, match=r"vocab\.json needs the library transformers") as caught:
+        Tokenizer.from_folder(older)
+    assert "pip install 'heterollm[older-tokenizers]'" in caught.value.fix
+
+
+def test_loading_leaves_the_logging_of_transformers_as_it_was(older):
     import transformers
 
     before = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_info()
     try:
-        Tokenizer.from_folder(folders["qwen2"])
+        Tokenizer.from_folder(older)
         assert transformers.utils.logging.get_verbosity() == transformers.utils.logging.INFO
     finally:
         transformers.utils.logging.set_verbosity(before)
 
 
 @pytest.mark.parametrize("given", [None, "0"])
-def test_loading_leaves_the_environment_as_it_was(folders, monkeypatch, given):
+def test_loading_leaves_the_environment_as_it_was(older, monkeypatch, given):
     monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)
     if given is not None:
         monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", given)
-    Tokenizer.from_folder(folders["qwen2"])
+    Tokenizer.from_folder(older)
     assert os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS") == given
 
 
@@ -594,17 +671,12 @@ class TestFailuresOfTheLibrary:
         assert not isinstance(caught.value, Exception)
         return caught.value
 
-    @pytest.mark.parametrize("name", ["from_pretrained", "_added_around"])
-    def test_a_panic_while_loading_is_a_damaged_checkpoint(self, monkeypatch, panic, name):
-        import transformers
-
+    @pytest.mark.parametrize("place", ["tokenizer_files._by_tokenizers", "tokenizer.Tokenizer._added_around"])
+    def test_a_panic_while_loading_is_a_damaged_checkpoint(self, monkeypatch, panic, place):
         def fail(*_, **__):
             raise panic
 
-        if name == "from_pretrained":
-            monkeypatch.setattr(transformers.PreTrainedTokenizerFast, name, fail)
-        else:
-            monkeypatch.setattr(Tokenizer, name, fail)
+        monkeypatch.setattr(f"heterollm.text.{place}", fail)
         with pytest.raises(CheckpointError, match="stride"):
             Tokenizer.from_folder(TINY)
 

@@ -1,6 +1,7 @@
 """Predicted times, on devices whose times are known."""
 
 import random
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from scipy.optimize import nnls
 
 from heterollm.base import ProfileError
 from heterollm.profiler.predict import Predictor, Score, held_out_predictions, nonnegative_fit, percentile
-from heterollm.profiler.predict.curves import rising, step_end, within_stages
+from heterollm.profiler.predict.curves import nonnegative_least_squares, rising, step_end, within_stages
 from heterollm.profiler.predict.predictor import Fits
 from heterollm.profiler.predict.roofline import Roofline
 from heterollm.profiler.predict.stage_linear import StageLinear
@@ -203,6 +205,17 @@ class TestFits:
         assert within_stages([8, 32, 33, 64], [3.0, 9.0, 4.0, 2.0]) == [3.0, 9.0, 3.0, 3.0]
 
     @given(st.integers(0, 2**32))
+    def test_nonnegative_least_squares_are_those_of_scipy(self, seed):
+        rng = np.random.default_rng(seed)
+        samples, columns = rng.integers(3, 60), rng.integers(1, 14)
+        terms = np.abs(rng.standard_normal((samples, columns))) * 10.0 ** rng.integers(-3, 3, columns)
+        terms = np.vstack([terms / terms.max(axis=0), np.diag(3e-3 * np.arange(1.0, columns + 1))])
+        terms[:samples, -1] = terms[:samples, 0]
+        values = np.append(rng.standard_normal(samples) + seed % 3, np.zeros(columns))
+        expected, _ = nnls(terms, values)
+        assert nonnegative_least_squares(terms, values) == pytest.approx(expected, rel=1e-8, abs=1e-12)
+
+    @given(st.integers(0, 2**32))
     def test_nonnegative_fit_finds_what_made_the_times(self, seed):
         generator = np.random.default_rng(seed)
         terms = generator.uniform(0.1, 10.0, (30, 3))
@@ -316,6 +329,12 @@ class TestPredictor:
             assert used.regret < 0.03
             assert used.choices == len(SHAPES) * len(NPU_TOKENS)
             assert used == min(held.scores, key=lambda entry: entry.rank)
+
+    def test_without_scikit_learn_the_tree_is_no_candidate(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "sklearn", None)
+        held = Predictor.fit(profile()).processors["npu"].fit
+        assert [entry.model for entry in held.scores] == ["stage_linear"]
+        assert held.model.name == "stage_linear"
 
     def test_kept_models_bring_back_the_same_predictor(self, predictor):
         kept = msgspec.json.decode(msgspec.json.encode(predictor.fits), type=Fits)
