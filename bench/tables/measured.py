@@ -67,9 +67,9 @@ BESIDE: Final = "depth | `w4a16` | `w4a8` | llama.cpp Q4_0 | `w4a16` / llama.cpp
 
 
 @cache
-def published() -> Mapping[tuple[str, int, str], BenchRow]:
+def published(file: str = "published") -> Mapping[tuple[str, int, str], BenchRow]:
     """Return the rows of a published model by test, depth and precision or engine."""
-    rows = read_rows(ROOT / "bench" / "results" / "published.jsonl")
+    rows = read_rows(ROOT / "bench" / "results" / f"{file}.jsonl")
     return {
         (
             row.test.partition(" ")[0],
@@ -80,18 +80,25 @@ def published() -> Mapping[tuple[str, int, str], BenchRow]:
     }
 
 
-def over_llama_cpp(test: str, depth: int, precision: str) -> str:
+def over_llama_cpp(test: str, depth: int, precision: str, file: str = "published") -> str:
     """Return the ratio to llama.cpp of a published model's rate, and its 95 % interval."""
-    return interval(published()[test, depth, "llama.cpp"], published()[test, depth, precision])
+    return interval(published(file)[test, depth, "llama.cpp"], published(file)[test, depth, precision])
 
 
-@table("measured", "published model", f"phase | {BESIDE}")
-def published_model() -> Lines:
+def _beside_llama_cpp(file: str) -> Lines:
     """Yield the rates of a published model beside llama.cpp."""
+    rows = published(file)
     for test, phase in (("pp256", "prefill 256"), ("tg64", "decode 64")):
-        for depth in (0, 256, 512, 2048, 7680):
-            rates = [f"{published()[test, depth, way].times.median_ts:.0f}" for way in ENGINES]
-            yield phase, str(depth), *rates, *(over_llama_cpp(test, depth, way) for way in ENGINES[:2])
+        for depth in sorted({depth for own, depth, _ in rows if own == test}):
+            rates = [f"{rows[test, depth, way].times.median_ts:.0f}" for way in ENGINES]
+            ratios = (over_llama_cpp(test, depth, way, file) for way in ENGINES[:2])
+            yield phase, str(depth), *rates, *ratios
+
+
+table("measured", "published model", f"phase | {BESIDE}")(lambda: _beside_llama_cpp("published"))
+table("measured", "published model, matrix unit", f"phase | {BESIDE}")(
+    lambda: _beside_llama_cpp("published_matrix")
+)
 
 
 plain_table(
