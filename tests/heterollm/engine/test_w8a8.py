@@ -16,7 +16,7 @@ from heterollm.engine import check_precision
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.npu import LinearShape, qnn_available
 from heterollm.llm import LLM
-from heterollm.solver import Plan
+from heterollm.solver import Plan, PlanRequest
 
 INT8_DB = 24.0
 """Measured 26.4 dB against float activations with the same weights; 32 dB with ``down`` in 16 bits."""
@@ -181,7 +181,8 @@ def test_a_solved_plan_uses_static_int8_graphs(
 ) -> None:
     """On a simulated device, which computes the answer with the graphs of the host."""
     options: dict[str, Any] = {"device": "sim:snapdragon-8gen3", "precision": "w8a8"}
-    with LLM.load(bundled_model, plan="tensor", calibration=files["int8"], **options) as llm:
+    on_npu = PlanRequest(forbidden=("gpu",))
+    with LLM.load(bundled_model, plan="tensor", request=on_npu, calibration=files["int8"], **options) as llm:
         assert "static_int8" in {entry.placement.form for entry in llm.plan.placed}
         assert not {"integer", "matmul_nbits"} & {
             entry.placement.form for entry in llm.plan.placed if entry.group != "head"
