@@ -208,7 +208,7 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Call
     if LLM_NPU not in request.techniques or model.limits is None:
         plan = _solved(model, request_of_solver(request), solver, prompts)
     else:
-        plan = llm_npu_plan(model, request, prompts)
+        plan = llm_npu_plan(model, request, prompts, solver.budget)
         if request.level != "auto":
             solved = _solved(model, request_of_solver(request), solver, prompts)
             fits = model.fits(plan, solver.budget)

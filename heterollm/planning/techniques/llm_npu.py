@@ -34,6 +34,7 @@ from heterollm.solver import (
 
 if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
+    from heterollm.solver import Budget
 
 
 def check_technique(
@@ -107,7 +108,9 @@ def request_of_solver(request: PlanRequest) -> PlanRequest:
     return structs.replace(request, in_flight="auto") if LLM_NPU in request.techniques else request
 
 
-def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[int, float]) -> Plan:
+def llm_npu_plan(
+    model: ProfiledModel, request: PlanRequest, prompts: Mapping[int, float], budget: Budget
+) -> Plan:
     """Return the plan of llm.npu, with the chunk length that is predicted to run prompts fastest.
 
     The paper chooses its 256 tokens so, for each NPU (section 3.2, Figure 8): longer chunks pad more of a
@@ -117,6 +120,7 @@ def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[in
         model: The model on the profiled device.
         request: The request with its technique.
         prompts: Weights of prompts by length, for which chunk length and chunks in flight are chosen.
+        budget: Memory of the NPU's graphs, which longer chunks may exceed.
     """
     assert model.limits is not None
     tile = TILE_OF_INTEGERS["static_int8"]
@@ -133,6 +137,7 @@ def llm_npu_plan(model: ProfiledModel, request: PlanRequest, prompts: Mapping[in
         for length in lengths
         if length <= request.context or length == lengths[0]
     ]
+    plans = [plan for plan in plans if model.fits(plan, budget)] or plans
     plan = min(plans, key=_loss_beside(model, plans[0], prompts))
     in_flight = request_of_solver(request).in_flight
     if in_flight != 1 and not model.costs.overheads.empties_queue:

@@ -116,3 +116,13 @@ def test_the_chunk_length_follows_the_prompts():
     ]
     assert lengths == sorted(set(lengths))
     assert simulate(case("llm.npu")).plan.chunk_length == 256
+
+
+def test_chunks_are_no_longer_than_the_memory_of_the_npu_allows():
+    """Graphs of 1024 tokens of Gemma-2B exceed a process domain, and those of 512 fit."""
+    request = SimulationRequest(
+        "gemma-2b", prompt=1024, decode=0, level="layer", techniques=("llm.npu",), plan_for="prompt"
+    )
+    found = simulate(request)
+    assert found.plan.chunk_length == 512
+    assert found.graphs.held_gib < found.graphs.limit_gib
