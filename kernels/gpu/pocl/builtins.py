@@ -62,7 +62,7 @@ def _lines() -> Iterator[str]:
         for space in SPACES:
             yield _declaration("void", "vstore8", f"{scalar}8, size_t, {space} {scalar} *")
     for space in (*SPACES, "__constant"):
-        for width in ("", "8"):
+        for width in ("", "4", "8"):
             yield _declaration(f"float{width}", f"vload_half{width}", f"size_t, const {space} half *", "pure")
     for space in SPACES:
         for width in ("", "8"):
