@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mixtures import SMALL_MIXTURE
 
 from heterollm.kernels.sim import GpuLoad, load_soc
 from heterollm.simulate.run import simulated
@@ -20,21 +21,7 @@ finally:
     sys.path.remove(str(BENCH))
 
 BY_KEY = {one.key: one for one in CONCLUSIONS}
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 4096,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 2048,
-    "max_position_embeddings": 1024,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-}
+MIXTURE = SMALL_MIXTURE | {"hidden_size": 4096, "moe_intermediate_size": 2048}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from mixtures import SMALL_MIXTURE
 
 from heterollm.base import OptionError, PlanError
 from heterollm.benchmarks import BenchRow
@@ -22,23 +23,6 @@ from heterollm.solver import (
     level_plan,
 )
 
-SMALL = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 1024,
-    "moe_intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 2048,
-    "max_position_embeddings": 1024,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-}
-
-
 DENSE = {"intermediate_size": 2048}
 
 
@@ -52,7 +36,7 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     path = tmp_path_factory.mktemp("small") / "config.json"
-    path.write_text(json.dumps(SMALL))
+    path.write_text(json.dumps(SMALL_MIXTURE))
     return str(path)
 
 
@@ -142,13 +126,13 @@ def test_graphs_run_as_often_as_the_plan_says(result):
     runs = [
         span for span in result.prefill.spans if span.processor == "npu" and span.name.startswith("experts")
     ]
-    assert len(runs) == result.experts.graphs_per_layer * SMALL["num_hidden_layers"]
+    assert len(runs) == result.experts.graphs_per_layer * SMALL_MIXTURE["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("level", ["tensor", "block"])
 def test_dense_layers_are_planned_and_run_beside_sparse_ones(tmp_path, level):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(SMALL | {"num_hidden_layers": 3, "mlp_only_layers": [1]} | DENSE))
+    path.write_text(json.dumps(SMALL_MIXTURE | {"num_hidden_layers": 3, "mlp_only_layers": [1]} | DENSE))
     result = simulated(str(path), "npumoe", level=level)
     assert result.layers == {"attention+mixture": 2, "attention+ffn": 1}
     planned = result.plan.technique(PlannedExperts).entries

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mixtures import SMALL_MIXTURE
 
 from heterollm.base import PlanError
 from heterollm.simulate import SimulationRequest
@@ -23,21 +24,6 @@ finally:
     sys.path.remove(str(BENCH))
 
 DENSE, PAPER = "qwen1.5-0.5b", "snapdragon-8gen3-paper"
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 1024,
-    "moe_intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 2048,
-    "max_position_embeddings": 1024,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +36,7 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     path = tmp_path_factory.mktemp("small") / "config.json"
-    path.write_text(json.dumps(MIXTURE))
+    path.write_text(json.dumps(SMALL_MIXTURE))
     return str(path)
 
 
@@ -111,8 +97,8 @@ def test_each_rung_of_experts_gains(mixture):
     assert times_us["npumoe"] <= times_us["groups"] < times_us["each"]
     assert times_us["tiers"] <= times_us["each"]
     uses = {step: result.experts for step, result in results.items()}
-    assert uses["each"].graphs_per_layer == MIXTURE["num_experts"]
-    assert uses["groups"].graphs_per_layer < MIXTURE["num_experts"] / 2
+    assert uses["each"].graphs_per_layer == SMALL_MIXTURE["num_experts"]
+    assert uses["groups"].graphs_per_layer < SMALL_MIXTURE["num_experts"] / 2
     assert uses["tiers"].padding_share < uses["each"].padding_share
     for step in ("each", "tiers", "groups"):
         assert uses[step].npu_experts == 1.0
