@@ -142,7 +142,9 @@ def _best_of_techniques(
     fastest = min(times, key=times.__getitem__)
     shown = ", ".join(f"{' and '.join(names) or 'none'} {time:.2f}" for names, time in times.items())
     chosen = f"Techniques: {' and '.join(fastest) or 'none'}. Predicted times of prompts and tokens: {shown}."
-    return replace(plans[fastest], notes=(chosen, *notes, *plans[fastest].notes))
+    # The words of level auto stay first, where the choice of threads replaces them.
+    said, first = plans[fastest].notes, int(request.level == "auto")
+    return replace(plans[fastest], notes=(*said[:first], chosen, *notes, *said[first:]))
 
 
 def _candidates(
