@@ -94,7 +94,7 @@ def _by_tokenizers(
     backend = tokenizers.Tokenizer.from_file(str(path))
     held = backend.get_added_tokens_decoder()
     stated = config.get("added_tokens_decoder")
-    older = specials if stated is None else {}
+    older = {name: _surely_special(name, value) for name, value in specials.items() if stated is None}
     extra = [fields.get(name) for fields in (config, older) for name in _EXTRA]
     listed: list[Any] = next((one for one in extra if isinstance(one, list) and one), [])
     own = {name: value for name, value in _others(config).items() if isinstance(value, str)}
@@ -115,8 +115,13 @@ def _by_tokenizers(
         stated |= held
     tokens = [_token(stated[index]) for index in sorted(stated, key=int)]
     spelled = {token.content for token in (*held.values(), *tokens)}
-    further = (*(named[name] for name in special), *listed)
-    tokens += [_token(value) for value in further if _spelling(value) not in spelled]
+    # Of two equal values the first counts: a normalization that is not stated follows from `special`, below.
+    further: list[Any] = []
+    for value in (*(named[name] for name in special), *listed):
+        token = value if isinstance(value, str) else _token(value)
+        if _spelling(value) not in spelled and token not in further:
+            further.append(token)
+    tokens += map(_token, further)
     # The library takes a token again to change its kind.
     for token in tokens:
         token.special |= token.content in special.values()
@@ -127,6 +132,10 @@ def _by_tokenizers(
 def _others(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the special tokens of a model's own, such as ``image_token``."""
     return {name: value for name, value in fields.items() if name.endswith("_token") and name not in _NAMED}
+
+
+def _surely_special(name: str, value: Any) -> Any:  # noqa: ANN401 - as the file has it
+    return value | {"special": True} if isinstance(value, dict) and name not in _EXTRA else value
 
 
 def _token(value: str | Mapping[str, Any] | tokenizers.AddedToken) -> tokenizers.AddedToken:

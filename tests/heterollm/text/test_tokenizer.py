@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -147,38 +147,61 @@ def test_ids_are_those_of_transformers(loaded, folders, name):
         assert loaded[name].decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
-SPELLINGS = st.sampled_from(["<|end|>", "<|head|>", "日本語", "He", "Z", "<new>", "<newer>", "q"])
-KINDS = st.fixed_dictionaries(
-    {"content": SPELLINGS},
-    optional={name: st.booleans() for name in ("special", "lstrip", "rstrip", "normalized", "single_word")},
+SPELLINGS = ["<|end|>", "<|head|>", "日本語", "He", "Z", "<new>", "<newer>", "q"]
+FLAGS = ["special", "lstrip", "rstrip", "normalized", "single_word"]
+MARK = {"__type": "AddedToken"}
+
+
+def files_with(forms):
+    """Return files of a checkpoint in which each special token has one form, as all programs write it.
+
+    Args:
+        forms: Fields of the object for each text; None for a string.
+    """
+    texts = st.sampled_from(SPELLINGS)
+    strings = st.sampled_from([text for text in SPELLINGS if forms[text] is None] or [SPELLINGS[0]])
+    objects = texts.map(lambda text: {"content": text, **(forms[text] or {})})
+    marked, unmarked = (
+        texts.map(
+            lambda text, mark=mark: text if forms[text] is None else {"content": text, **forms[text], **mark}
+        )
+        for mark in (MARK, {})
+    )
+    config = {f"{name}_token": marked for name in ("bos", "eos", "unk", "pad", "image", "own")} | {
+        "extra_special_tokens": st.lists(marked, max_size=3)
+        | st.dictionaries(st.sampled_from(["image_token", "audio_token"]), marked),
+        "additional_special_tokens": st.lists(strings, max_size=3),
+        "model_specific_special_tokens": st.dictionaries(st.just("video_token"), strings),
+        "added_tokens_decoder": st.dictionaries(st.integers(0, 500).map(str), objects, max_size=3),
+        "add_bos_token": st.booleans(),
+        "add_prefix_space": st.booleans(),
+    }
+    older = dict.fromkeys(("bos_token", "eos_token", "image_token"), unmarked)
+    added = st.lists(texts, max_size=3, unique=True)
+    files = {
+        "tokenizer_config": st.fixed_dictionaries({}, optional=config),
+        "special_tokens_map": st.fixed_dictionaries({}, optional=older),
+        "added_tokens": added.map(lambda texts: {text: 380 + index for index, text in enumerate(texts)}),
+    }
+    return st.fixed_dictionaries({}, optional=files)
+
+
+FORMS = st.fixed_dictionaries(
+    dict.fromkeys(SPELLINGS, st.none() | st.dictionaries(st.sampled_from(FLAGS), st.booleans()))
 )
-MARKED = KINDS.map(lambda fields: fields | {"__type": "AddedToken"})
-NAMED = {f"{name}_token": SPELLINGS | MARKED for name in ("bos", "eos", "unk", "pad", "image", "own")}
-EXTRA = st.lists(SPELLINGS | MARKED, max_size=3) | st.dictionaries(
-    st.sampled_from(["image_token", "audio_token"]), SPELLINGS | MARKED
-)
-FILES = {
-    "tokenizer_config": st.fixed_dictionaries(
-        {},
-        optional={
-            **NAMED,
-            "extra_special_tokens": EXTRA,
-            "additional_special_tokens": st.lists(SPELLINGS, max_size=3),
-            "model_specific_special_tokens": st.dictionaries(st.just("video_token"), SPELLINGS),
-            "added_tokens_decoder": st.dictionaries(st.integers(0, 500).map(str), KINDS, max_size=3),
-            "add_bos_token": st.booleans(),
-            "add_prefix_space": st.booleans(),
-        },
-    ),
-    "special_tokens_map": st.fixed_dictionaries(
-        {}, optional=dict.fromkeys(("bos_token", "eos_token", "image_token"), SPELLINGS | KINDS)
-    ),
-    "added_tokens": st.dictionaries(SPELLINGS, st.integers(380, 420), max_size=3),
-}
+FILES = FORMS.flatmap(files_with)
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@given(files=st.fixed_dictionaries({}, optional=FILES))
+@given(files=FILES)
+@example(
+    files={
+        "tokenizer_config": {
+            "bos_token": {"content": "He"} | MARK,
+            "eos_token": {"content": "He", "normalized": True} | MARK,
+        }
+    }
+)
 @settings(max_examples=150, deadline=None)
 def test_the_files_of_a_checkpoint_count_as_in_transformers(tmp_path_factory, padded, files):
     import transformers
