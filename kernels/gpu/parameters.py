@@ -6,6 +6,7 @@ rounding of inputs, the embedding and the packed layout have none.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ SIMT_FLOAT_STEP: Final = 16
 
 VECTOR_STRIP_TOKENS: Final = 8
 """Largest strip of tokens that the vector kernels choose by the vector width."""
+
+UNPACKING_TOKENS: Final = 6
+"""Tokens that take a vector kernel as long as unpacking the weights for them (4.9 to 5.8 with AVX-512)."""
 
 PREFETCH_BYTES: Final = (0, 1024, 2048, 4096, 8192, 16384)
 
@@ -175,7 +179,7 @@ class LaunchGrid:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Properties of a launch that give the rows of a work-group of the simt kernels for a few tokens.
+    """Properties of a launch that give rows (simt, a few tokens) or tokens (vector, many) of a work-group.
 
     Args:
         units: Compute units of the device.
@@ -306,7 +310,7 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
         if self.style == "matrix":
             return self._matrix_grid(tokens, tiles)
         if self.many:
-            return self._many_grid(tokens, tiles)
+            return self._many_grid(tokens, tiles, division)
         step = min(self.token_step, next(step for step in FEW_TOKEN_STEPS if tokens <= step))
         steps = -(-tokens // step)
         defines: dict[str, str | int] = {"TOKENS": step}
@@ -359,9 +363,8 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
     def _image_define(self) -> dict[str, str | int]:
         return {"WEIGHT_IMAGE": 1} if self.image else {}
 
-    def _many_grid(self, tokens: int, tiles: int) -> LaunchGrid:
+    def _many_grid(self, tokens: int, tiles: int, division: Division | None) -> LaunchGrid:
         defines: dict[str, str | int] = {"DEPTH": self.depth_inputs}
-        steps = -(-tokens // self.token_step)
         if self.style != "vector":
             # A short prompt gets the smallest tile that holds it.
             step = min(self.token_step, next((size for size in SIMT_TILES if tokens <= size), tokens))
@@ -370,14 +373,30 @@ class KernelParameters(Struct, frozen=True, forbid_unknown_fields=True):
             defines |= {"TILE_TOKENS": step, "ITEM_TOKENS": sums} | self._image_define()
             size = local[0] * tiles, local[1] * -(-tokens // step)
             return LaunchGrid("many", step, size, local, defines)
-        # Equal steps: a short last step would unpack all weights again for a few tokens.
-        strip = self.item_tokens or VECTOR_STRIP_TOKENS
-        token_step = min(self.token_step, round_up(-(-tokens // steps), strip))
+        token_step = self._equal_steps(tokens, division)
         defines |= {"MAX_TOKEN_STEP": self.token_step, "ITEMS": self.items}
         defines["PREFETCH_BYTES"] = self.prefetch_bytes
         if self.item_tokens:
             defines["STRIP"] = self.item_tokens
         return LaunchGrid("many", token_step, (self.items * tiles, -(-tokens // token_step)), (1, 1), defines)
+
+    def _equal_steps(self, tokens: int, division: Division | None) -> int:
+        """Return the tokens of a work-group of the vector kernel, with which the busiest unit ends first.
+
+        Steps are equal: a short last one would unpack all weights again for a few tokens.
+        """
+        strip = self.item_tokens or VECTOR_STRIP_TOKENS
+        fewest = -(-tokens // self.token_step)
+        items, units = (1, 1) if division is None else (self.items * division.tiles, division.units)
+        step = functools.partial(self._step_of, tokens, strip)
+
+        def busiest(steps: int) -> int:
+            return -(-items * steps // units) * (step(steps) + UNPACKING_TOKENS)
+
+        return step(min(range(fewest, max(fewest, -(-tokens // strip)) + 1), key=busiest))
+
+    def _step_of(self, tokens: int, strip: int, steps: int) -> int:
+        return min(self.token_step, round_up(-(-tokens // steps), strip))
 
 
 NUMBERS: Final = KernelParameters.__struct_fields__[2:]
