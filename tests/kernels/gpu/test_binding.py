@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from heterollm.base import DeviceError, OptionError
-from heterollm.kernels.gpu import binding, ctypes_binding, is_cpu, opencl_library
+from heterollm.kernels.gpu import binding, ctypes_binding, ctypes_handles, is_cpu, opencl_library
 from heterollm.kernels.gpu.ctypes_binding import Error
 
 FACTS = Path(__file__).with_name("binding_facts.py")
@@ -152,11 +152,11 @@ def test_a_launch_prepares_its_sizes_once():
 def test_names_of_statuses():
     for code, name in ((-5, "OUT_OF_RESOURCES"), (-30, "INVALID_VALUE"), (-59, "INVALID_OPERATION")):
         with pytest.raises(Error, match=rf"clFinish failed: {name}$") as caught:
-            ctypes_binding._check("clFinish", code)
+            ctypes_handles.check("clFinish", code)
         assert caught.value.code == code
     for code in (-1001, -9999, 7):
         with pytest.raises(Error, match=f"status {code}$"):
-            ctypes_binding._check("clFinish", code)
+            ctypes_handles.check("clFinish", code)
 
 
 # -- the choice --------------------------------------------------------------------------------------------
