@@ -50,6 +50,10 @@ from .memory import MemoryKind as MemoryKind
 from .memory import SharedArray as SharedArray
 from .memory import aligned_empty as aligned_empty
 from .memory import aligned_zeros as aligned_zeros
+from .opencl_devices import gpu_features as gpu_features
+from .opencl_devices import is_cpu as is_cpu
+from .opencl_devices import list_opencl_devices as list_opencl_devices
+from .opencl_devices import runtime_advice as runtime_advice
 from .packing import COLUMNS_MULTIPLE as COLUMNS_MULTIPLE
 from .packing import packed_bytes as packed_bytes
 from .parameters import LEGAL as LEGAL
@@ -77,10 +81,6 @@ from .rounding import RoundedInputs as RoundedInputs
 from .rounding import code_bytes as code_bytes
 from .rounding import scratch_codes as scratch_codes
 from .runtime import OpenClRuntime as OpenClRuntime
-from .runtime import gpu_features as gpu_features
-from .runtime import is_cpu as is_cpu
-from .runtime import list_opencl_devices as list_opencl_devices
-from .runtime import runtime_advice as runtime_advice
 from .self_test import WRONG_NMSE as WRONG_NMSE
 from .signals import SOURCES as SOURCES
 from .signals import FlagSignal as FlagSignal

@@ -12,7 +12,7 @@ from heterollm.base import DeviceError
 from heterollm.kernels.gpu import OpenClRuntime, SharedArray
 from heterollm.kernels.gpu.binding import cl
 
-IS_CPU = ("heterollm.kernels.gpu.is_cpu", "heterollm.kernels.gpu.runtime.is_cpu")
+IS_CPU = ("heterollm.kernels.gpu.is_cpu", "heterollm.kernels.gpu.opencl_devices.is_cpu")
 
 
 class SeparateMemory(SharedArray):

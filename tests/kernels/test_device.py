@@ -17,7 +17,7 @@ from heterollm.kernels.devices import DEVICE_NAMES, list_devices, open_device, s
 from heterollm.kernels.devices.gpu import open_gpu, self_test
 from heterollm.kernels.devices.kind import Opening
 from heterollm.kernels.gpu import OpenClRuntime, is_cpu, list_opencl_devices
-from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
+from heterollm.kernels.gpu.opencl_devices import MEMORY_VARIABLE
 from heterollm.kernels.npu import STANDARD_LENGTHS, openvino_npu
 from heterollm.kernels.ops import GraphMemory
 from heterollm.kernels.threads import allowed_cores, split_threads
@@ -400,12 +400,12 @@ def test_a_gpu_keeps_shared_virtual_memory_that_passes():
 def test_kinds_of_memory_that_are_missing_are_refused(monkeypatch):
     with pytest.raises(OptionError, match="'shared'"):
         open_device("host", shared_memory="shared")
-    monkeypatch.setattr("heterollm.kernels.gpu.runtime.has_fine_grained_atomics", lambda _: False)
+    monkeypatch.setattr("heterollm.kernels.gpu.opencl_devices.has_fine_grained_atomics", lambda _: False)
     with pytest.raises(DeviceError, match="does not report fine-grained"):
         open_device("host", shared_memory="svm")
-    monkeypatch.setattr("heterollm.kernels.gpu.runtime.is_cpu", lambda _: False)
+    monkeypatch.setattr("heterollm.kernels.gpu.opencl_devices.is_cpu", lambda _: False)
     device = next(device for _, device in list_opencl_devices() if is_cpu(device))
-    monkeypatch.setattr("heterollm.kernels.gpu.runtime.is_cpu", lambda _: False)
+    monkeypatch.setattr("heterollm.kernels.gpu.opencl_devices.is_cpu", lambda _: False)
     with pytest.raises(DeviceError, match="is no CPU"):
         OpenClRuntime(device, shared_memory="host")
     monkeypatch.delenv(MEMORY_VARIABLE, raising=False)

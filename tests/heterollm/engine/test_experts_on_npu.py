@@ -20,7 +20,7 @@ from heterollm.engine.slot_check import CHECK_VARIABLE, SlotCheck
 from heterollm.engine.slots import pool_sizes
 from heterollm.kernels.formats import linear, linear_errors
 from heterollm.kernels.formats.tolerances import sqnr_db
-from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
+from heterollm.kernels.gpu.opencl_devices import MEMORY_VARIABLE
 from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.operators.gated_activation import exact_gated_activation

@@ -19,12 +19,12 @@ LIMIT = 420_000
 @pytest.fixture
 def largest_buffer(monkeypatch):
     """A function that sets the largest buffer of devices that are opened from now on."""
-    real = opencl._traits
+    real = opencl.device_traits
 
     def limit(size_bytes):
         monkeypatch.setattr(
             opencl,
-            "_traits",
+            "device_traits",
             lambda *given, **named: dataclasses.replace(real(*given, **named), max_buffer_bytes=size_bytes),
         )
 

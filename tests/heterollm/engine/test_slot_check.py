@@ -13,7 +13,7 @@ from heterollm.engine import glue
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.slot_check import CHECK_VARIABLE, SlotCheck
 from heterollm.engine.step import Buffer, Step
-from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
+from heterollm.kernels.gpu.opencl_devices import MEMORY_VARIABLE
 from heterollm.kernels.npu import host as npu_host
 from heterollm.kernels.npu.graphs import write_graph
 from heterollm.llm import LLM

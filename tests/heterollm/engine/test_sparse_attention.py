@@ -24,7 +24,7 @@ from heterollm.engine.slots import pool_sizes
 from heterollm.kernels.formats import BucketCount, ScoreScale
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.gpu import is_complete
-from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
+from heterollm.kernels.gpu.opencl_devices import MEMORY_VARIABLE
 from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM

@@ -165,7 +165,7 @@ def test_operators_keep_launches_of_their_own_where_an_ending_fails(
         assert "linear_endings.h" not in files or right in text
         return text.replace(right, wrong)
 
-    monkeypatch.setattr("heterollm.kernels.gpu.runtime.read_sources", changed)
+    monkeypatch.setattr("heterollm.kernels.gpu.programs.read_sources", changed)
     for _ in range(2):
         has_endings, (note,), tests = opened()
         assert (has_endings, tests) == (False, 1)

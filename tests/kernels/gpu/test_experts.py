@@ -765,7 +765,7 @@ def test_a_driver_that_mixes_experts_up_is_found_before_its_kernels_are_used(
             offset, f"OWN * {offset}"
         )
 
-    monkeypatch.setattr("heterollm.kernels.gpu.runtime.read_sources", wrong)
+    monkeypatch.setattr("heterollm.kernels.gpu.programs.read_sources", wrong)
     routing = Routing(5, 2)
     layer = Layer(opened, np.float32, WeightFormat(4, 32), routing, rounds=rounds)
     for tokens in (1, 33):

@@ -124,7 +124,7 @@ def test_a_style_that_computes_wrongly_gives_way(phone, monkeypatch):
     def wrong(files):
         return read_sources(files).replace("staged_key * STAGED_ROW + piece", "staged_key * STAGED_ROW")
 
-    monkeypatch.setattr("heterollm.kernels.gpu.runtime.read_sources", wrong)
+    monkeypatch.setattr("heterollm.kernels.gpu.programs.read_sources", wrong)
     assert linear_errors(*attended(phone, None, 1)).within("fp32")
     (note,) = phone.variants.notes
     assert "cannot use the coalesced kernel for attention: it computes wrong numbers" in note

@@ -10,7 +10,7 @@ from heterollm.base import OptionError
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu import KernelParameters, ShapeClass, Variant, default_parameters, linear_style
 from heterollm.kernels.gpu.binding import cl
-from heterollm.kernels.gpu.runtime import _build_flags
+from heterollm.kernels.gpu.opencl_devices import build_flags
 from heterollm.kernels.operators.linear import LinearCase
 from heterollm.kernels.ops import WeightFormat
 
@@ -79,4 +79,4 @@ def test_parameters_of_half_kernels_are_refused_for_other_shapes():
 )
 def test_the_compilers_flags_follow_the_device(kind, version, flags):
     device = SimpleNamespace(type=getattr(cl.device_type, kind), opencl_c_version=version)
-    assert _build_flags(device) == flags
+    assert build_flags(device) == flags

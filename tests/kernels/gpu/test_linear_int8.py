@@ -10,8 +10,8 @@ from heterollm.kernels.formats import QuantizedTensor, linear_errors, random_wei
 from heterollm.kernels.gpu import GpuLinear, RoundedInputs, Variant, code_bytes, target_for_this_machine
 from heterollm.kernels.gpu.launch import ChainedLaunch
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE
+from heterollm.kernels.gpu.programs import POCL_NAME
 from heterollm.kernels.gpu.rounding import rounding_launch
-from heterollm.kernels.gpu.runtime import POCL_NAME
 from heterollm.kernels.operators.data import fill_slot
 from heterollm.kernels.operators.linear import run_linear
 from heterollm.kernels.ops import WeightFormat
@@ -140,7 +140,7 @@ import sys
 import numpy as np
 from heterollm.kernels.formats import reference
 from heterollm.kernels.gpu.linear import GpuLinear
-from heterollm.kernels.gpu.runtime import OpenClRuntime, list_opencl_devices
+from heterollm.kernels.gpu import OpenClRuntime, list_opencl_devices
 from heterollm.kernels.formats.quantized_tensor import QuantizedTensor
 from heterollm.kernels.formats.tolerances import linear_errors
 runtime = OpenClRuntime(list_opencl_devices()[0][1])

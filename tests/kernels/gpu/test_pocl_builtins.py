@@ -5,7 +5,7 @@ import pytest
 
 from heterollm.kernels.gpu.binding import OpenClError, cl
 from heterollm.kernels.gpu.pocl.builtins import WITHOUT_HEADER, builtin_declarations
-from heterollm.kernels.gpu.runtime import _is_pocl_3
+from heterollm.kernels.gpu.programs import _is_pocl_3
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.operators.data import fill_slot
 

@@ -9,7 +9,7 @@ from heterollm.base import DeviceError
 from heterollm.kernels.gpu import OpenClRuntime, target_for_this_machine
 from heterollm.kernels.gpu.pocl import target as pocl_target
 from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE, TARGETS, chosen_target, mend_target, target_for
-from heterollm.kernels.gpu.runtime import POCL_NAME
+from heterollm.kernels.gpu.programs import POCL_NAME
 
 pytestmark = pytest.mark.cpu
 
@@ -68,7 +68,7 @@ def test_a_choice_that_has_no_effect_is_refused(runtime, monkeypatch):
     monkeypatch.setattr(pocl_target, "_processor_flags", lambda: dict(TARGETS)["nehalem"])
     with pytest.raises(DeviceError, match="keeps its target elsewhere"):
         mend_target(0)
-    monkeypatch.setattr("heterollm.kernels.gpu.runtime.POCL_NAME", "another")
+    monkeypatch.setattr("heterollm.kernels.gpu.programs.POCL_NAME", "another")
     with pytest.raises(DeviceError, match="only PoCL 3"):
         OpenClRuntime(runtime._device)
 

@@ -23,8 +23,8 @@ from heterollm.kernels.gpu import (
     merge_launches,
     page_elements,
     pages_of,
+    programs,
 )
-from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.rounding import rounding_launch
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.operators.attention import attend
@@ -311,7 +311,7 @@ def dividing(runtime, monkeypatch):
                 source = source.replace("near = a / b;", f"near = as_float(as_int(a / b) + {units});")
             return source
 
-        monkeypatch.setattr(opencl_runtime, "read_sources", read)
+        monkeypatch.setattr(programs, "read_sources", read)
         return OpenClRuntime(runtime._device)
 
     return opened

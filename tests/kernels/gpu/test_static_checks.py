@@ -53,9 +53,9 @@ from heterollm.kernels.gpu import (
     list_opencl_devices,
     page_elements,
     pages_of,
+    programs,
     with_numbers,
 )
-from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.operators.attention import AttentionCase, attend
 from heterollm.kernels.operators.data import Data, fill_slot
@@ -794,7 +794,7 @@ def hand_over_launches(runtime: OpenClRuntime) -> Iterator[None]:
 def racy_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """Neighbours that write one element: the check must see it."""
     source = "__kernel void racy(__global int *a) { a[get_global_id(0) / 2] += get_global_id(0); }"
-    opencl_runtime.read_sources = lambda files: source
+    programs.read_sources = lambda files: source
     slot = runtime.shared((4,), np.int32)
     runtime.launch(runtime.kernel(("racy.cl",), "racy"), [slot], (8,), (4,), "racy")()
     yield
@@ -803,7 +803,7 @@ def racy_launches(runtime: OpenClRuntime) -> Iterator[None]:
 def overrunning_launches(runtime: OpenClRuntime) -> Iterator[None]:
     """A write behind the buffer: the check must see it."""
     source = "__kernel void over(__global int *a) { a[get_global_id(0) + 1] = 1; }"
-    opencl_runtime.read_sources = lambda files: source
+    programs.read_sources = lambda files: source
     slot = runtime.shared((4,), np.int32)
     runtime.launch(runtime.kernel(("over.cl",), "over"), [slot], (4,), (1,), "over")()
     yield

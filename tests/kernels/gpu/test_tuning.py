@@ -482,7 +482,7 @@ from heterollm.kernels.operators.data import fill_slot
 from heterollm.kernels.formats import linear_errors
 from heterollm.kernels.gpu.linear import GpuLinear
 from heterollm.kernels.gpu.parameters import ShapeClass, all_parameters
-from heterollm.kernels.gpu.runtime import OpenClRuntime, list_opencl_devices
+from heterollm.kernels.gpu import OpenClRuntime, list_opencl_devices
 from heterollm.kernels.gpu.variants import Variant
 from heterollm.kernels.operators.linear import LinearCase
 from heterollm.kernels.ops import WeightFormat

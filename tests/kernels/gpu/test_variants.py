@@ -143,7 +143,7 @@ class TestKernels:
             )
             return faulty + read_sources(files).replace("((a) * (b) + (c))", "((a) * (b) + FAULT(c))")
 
-        monkeypatch.setattr("heterollm.kernels.gpu.runtime.read_sources", wrong_sums)
+        monkeypatch.setattr("heterollm.kernels.gpu.programs.read_sources", wrong_sums)
         within_gate(LinearCase(WeightFormat(32), (100,), 128, 1).on_gpu(runtime, np.float32))
         assert len(runtime.variants.notes) == 1
         assert "wrong numbers" in runtime.variants.notes[0]

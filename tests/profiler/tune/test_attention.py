@@ -58,7 +58,7 @@ def test_a_style_that_computes_wrongly_is_not_tried_again(phone, monkeypatch):
     def wrong(files):
         return read_sources(files).replace("staged_key * STAGED_ROW + piece", "staged_key * STAGED_ROW")
 
-    monkeypatch.setattr("heterollm.kernels.gpu.runtime.read_sources", wrong)
+    monkeypatch.setattr("heterollm.kernels.gpu.programs.read_sources", wrong)
     (chosen,) = compared(phone, monkeypatch, 1.0)
     assert chosen.style == "simt"
     assert "wrong numbers" in chosen.failure

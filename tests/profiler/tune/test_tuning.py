@@ -20,8 +20,8 @@ from heterollm.kernels.gpu import (
     differences,
     is_cpu,
     list_opencl_devices,
+    programs,
 )
-from heterollm.kernels.gpu import runtime as opencl_runtime
 from heterollm.kernels.gpu.tuning import read_table
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.tune import default_jobs, tune
@@ -236,7 +236,7 @@ ERROR = """
 )
 def test_a_broken_candidate_is_quarantined_and_never_chosen(runtime, monkeypatch, prelude, reason):
     product = "(wide_float)STRIP_INPUT(r, k)"
-    sources = opencl_runtime.read_sources
+    sources = programs.read_sources
 
     def broken_sources(files):
         text = sources(files)
@@ -244,7 +244,7 @@ def test_a_broken_candidate_is_quarantined_and_never_chosen(runtime, monkeypatch
         return prelude + text.replace(product, f"FACTOR * {product}")
 
     with monkeypatch.context() as broken:
-        broken.setattr(opencl_runtime, "read_sources", broken_sources)
+        broken.setattr(programs, "read_sources", broken_sources)
         # Even where it would be the fastest by far.
         (outcome,) = tune(runtime, [JOB], budget_s=900.0)
     (record,) = read_table(runtime.tuning.identity).quarantined
@@ -372,7 +372,7 @@ def test_a_candidate_that_fails_on_the_real_layer_is_quarantined(runtime, monkey
 
 KILLED = """
 import os, runpy, sys
-from heterollm.kernels.gpu.runtime import OpenClRuntime, is_cpu, list_opencl_devices
+from heterollm.kernels.gpu import OpenClRuntime, is_cpu, list_opencl_devices
 from heterollm.kernels.gpu.parameters import ShapeClass
 from heterollm.kernels.ops import WeightFormat
 from heterollm.profiler.tune.tuning import tune
