@@ -10,14 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from heterollm.kernels.gpu.ctypes_devices import Context
-from heterollm.kernels.gpu.ctypes_handles import (
-    Handle,
-    address_of,
-    as_number,
-    check,
-    functions,
-    query,
-)
+from heterollm.kernels.gpu.ctypes_handles import Handle, address_of, as_number, check, functions, query
 from heterollm.kernels.gpu.opencl_library import Error as Error
 from heterollm.kernels.gpu.opencl_library import Functions
 

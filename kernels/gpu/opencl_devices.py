@@ -9,16 +9,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
-from heterollm.base import (
-    DeviceError,
-    OptionError,
-    see,
-)
+from heterollm.base import DeviceError, OptionError, see
 from heterollm.kernels.gpu.binding import OpenClError, cl
-from heterollm.kernels.gpu.memory import (
-    MEMORY_KINDS,
-    MemoryKind,
-)
+from heterollm.kernels.gpu.memory import MEMORY_KINDS, MemoryKind
 from heterollm.kernels.gpu.signals import has_fine_grained_atomics
 from heterollm.kernels.gpu.traits import DEFAULT_CACHE_BYTES, DeviceTraits, host_cache_bytes
 

@@ -24,11 +24,7 @@ from heterollm.base import (
 from heterollm.kernels.gpu.binding import OpenClError, build_quietly, cl
 from heterollm.kernels.gpu.opencl_devices import build_flags
 from heterollm.kernels.gpu.pocl.builtins import WITHOUT_HEADER, builtin_declarations
-from heterollm.kernels.gpu.pocl.target import (
-    TARGET_VARIABLE,
-    chosen_target,
-    mend_target,
-)
+from heterollm.kernels.gpu.pocl.target import TARGET_VARIABLE, chosen_target, mend_target
 from heterollm.kernels.gpu.protocol import KernelIdentity
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.traits import DeviceTraits

@@ -10,29 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from heterollm.base import (
-    DeviceError,
-    KernelError,
-    format_bytes,
-    see,
-)
+from heterollm.base import DeviceError, KernelError, format_bytes, see
 from heterollm.kernels.gpu.binding import OpenClError, cl
 from heterollm.kernels.gpu.clocks import new_context
 from heterollm.kernels.gpu.flags import FlagWord
 from heterollm.kernels.gpu.launch import Argument, ChainedLaunch, Launch, OpenClLaunch
 from heterollm.kernels.gpu.maps import READER, queue_for_maps
-from heterollm.kernels.gpu.memory import (
-    MemoryKind,
-    SharedArray,
-    aligned_empty,
-    aligned_zeros,
-    svm_zeros,
-)
+from heterollm.kernels.gpu.memory import MemoryKind, SharedArray, aligned_empty, aligned_zeros, svm_zeros
 from heterollm.kernels.gpu.opencl_devices import chosen_shared_memory, device_traits
-from heterollm.kernels.gpu.pocl.target import (
-    MATRIX_TARGET,
-    allow_matrix,
-)
+from heterollm.kernels.gpu.pocl.target import MATRIX_TARGET, allow_matrix
 from heterollm.kernels.gpu.programs import POCL_NAME, OpenClPrograms, mend_pocl
 from heterollm.kernels.gpu.protocol import GpuRuntime
 from heterollm.kernels.gpu.signals import opencl_flag

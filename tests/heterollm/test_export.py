@@ -37,7 +37,7 @@ CONTEXT = 128
 PREPARATION = (
     "heterollm.model.weight_cache.quantize",
     "heterollm.kernels.npu.host.write_graph",
-    "heterollm.kernels.npu.qnn.write_graph",
+    "heterollm.kernels.npu.qnn_held.write_graph",
     "heterollm.planning.plan.level_plan",
     "heterollm.planning.planner.solve_plan",
     "heterollm.planning.inputs.stored_profile",
@@ -238,7 +238,7 @@ def test_the_emulator_compiles_nothing(
     # Another version of the compiler.
     folder = tmp_path / "out"
     monkeypatch.setattr(
-        "heterollm.kernels.npu.qnn.qnn_versions", lambda: {"onnxruntime-qnn": "1", "qairt": "2"}
+        "heterollm.kernels.npu.qnn_held.qnn_versions", lambda: {"onnxruntime-qnn": "1", "qairt": "2"}
     )
     with pytest.raises(GraphError, match="is stale") as caught:
         LLM.load(folder)

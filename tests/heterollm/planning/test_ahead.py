@@ -8,7 +8,7 @@ import pytest
 
 from heterollm.base import CacheError, GraphError, OptionError, PlanError
 from heterollm.cli import main
-from heterollm.kernels.npu import QnnNpu, ScoresShard, qnn_available, qnn_runtime
+from heterollm.kernels.npu import QnnNpu, ScoresShard, qnn_available, qnn_held, qnn_runtime
 from heterollm.kernels.npu import qnn as npu_qnn
 from heterollm.kernels.npu.qnn_runtime import NoRoomError, open_context, open_session
 from heterollm.llm import LLM
@@ -122,7 +122,7 @@ class TestTheBundledModel:
             looked_for.append([path.exists() for path in models])
             raise GraphError("Shared weights buffer isn't supported on this platform.")
 
-        monkeypatch.setattr(npu_qnn, "open_context", refuse_shared)
+        monkeypatch.setattr(qnn_held, "open_context", refuse_shared)
         monkeypatch.setitem(QnnNpu.__init__.__kwdefaults__, "context_layers", 4)
         with LLM.load(bundled_model, device="emulator", plan="layer", context=32, allow_slow=True) as llm:
             npu = llm.device.npu

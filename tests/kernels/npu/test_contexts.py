@@ -27,6 +27,7 @@ from heterollm.kernels.npu import (
     QnnNpu,
     fits_domains,
     qnn_available,
+    qnn_held,
     qnn_runtime,
     qnn_sharing,
     small_shard,
@@ -128,13 +129,13 @@ def qnn(monkeypatch, cache_folder):
     monkeypatch.setattr(npu_qnn, "qnn_available", lambda *, emulator: (True, "", ""))
     versions = {"onnxruntime": "1", "onnxruntime-qnn": "2.7.0", "qairt": "2.51"}
     monkeypatch.setattr(npu_qnn, "this_soc", lambda: "57")
-    monkeypatch.setattr(npu_qnn, "qnn_versions", lambda: versions)
+    monkeypatch.setattr(qnn_held, "qnn_versions", lambda: versions)
     monkeypatch.setattr(qnn_sharing, "qnn_versions", lambda: versions)
     monkeypatch.setattr(qnn_sharing, "provider_metadata", lambda: ("driver 1",))
     monkeypatch.setattr("heterollm.kernels.npu.qnn_runtime.open_session", fake.open_session)
-    monkeypatch.setattr(npu_qnn, "compile_shared", fake.compile)
+    monkeypatch.setattr(qnn_held, "compile_shared", fake.compile)
     monkeypatch.setattr(
-        npu_qnn, "compile_graph", lambda model, context, *rest, **_: fake.compile([model], [context], *rest)
+        qnn_held, "compile_graph", lambda model, context, *rest, **_: fake.compile([model], [context], *rest)
     )
     fake.versions = versions
     return fake

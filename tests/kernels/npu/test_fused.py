@@ -22,7 +22,7 @@ from heterollm.kernels.npu import (
     step_of,
 )
 from heterollm.kernels.npu.graphs import shard_digest
-from heterollm.kernels.npu.qnn import BLOCK_OPTION
+from heterollm.kernels.npu.qnn_held import BLOCK_OPTION
 from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)

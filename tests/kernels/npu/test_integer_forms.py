@@ -21,8 +21,8 @@ from heterollm.kernels.npu import (
     qnn_available,
 )
 from heterollm.kernels.npu.graphs import write_graph
-from heterollm.kernels.npu.qnn import BLOCK_OPTION
 from heterollm.kernels.npu.qnn_compile import compile_graph
+from heterollm.kernels.npu.qnn_held import BLOCK_OPTION
 from heterollm.kernels.ops import WeightFormat
 
 USABLE, REASON, _ = qnn_available(emulator=True)

@@ -21,7 +21,7 @@ from heterollm.kernels.npu import (
     qnn_available,
 )
 from heterollm.kernels.npu.graphs import write_graph
-from heterollm.kernels.npu.qnn import BLOCK_OPTION
+from heterollm.kernels.npu.qnn_held import BLOCK_OPTION
 from heterollm.kernels.npu.session import session_options
 from heterollm.kernels.ops import WeightFormat
 

@@ -13,8 +13,7 @@ from heterollm.base import MIB, GraphError
 from heterollm.kernels.device import Device
 from heterollm.kernels.gpu import GpuLinear, kernel_times_ns
 from heterollm.kernels.gpu.traits import host_cache_bytes
-from heterollm.kernels.npu import GraphForm, GraphShape, LinearShape, LinearShard, NamedArrays
-from heterollm.kernels.npu.qnn import BuiltGraph
+from heterollm.kernels.npu import BuiltGraph, GraphForm, GraphShape, LinearShape, LinearShard, NamedArrays
 from heterollm.model import ModelShape
 from heterollm.model.known import ModelSize
 from heterollm.profiler.measure import gpu_timer as timer_module
