@@ -10,30 +10,21 @@ from typing import Final
 from heterollm.base import CheckpointError
 from heterollm.kernels.gpu import COLUMNS_MULTIPLE, LARGEST_KEY_DIM, DeltaShape
 from heterollm.kernels.ops import MOST_STREAMS, Activation, GateClip, Routing
+from heterollm.model.attention_blocks import AttentionBlock, LatentAttentionBlock
+from heterollm.model.block import EXPERT_FACTORS, LAYER_SCALE, ROUTER_NORM, STREAM_ROUTER, Block, Norm
 from heterollm.model.blocks import (
-    EXPERT_FACTORS,
-    LAYER_SCALE,
-    ROUTER_NORM,
-    STREAM_ROUTER,
-    AttentionBlock,
-    Block,
-    BlockNorms,
     DeltaNetBlock,
     FfnBlock,
-    LatentAttentionBlock,
     LaurelBlock,
-    LayerConfig,
     LayerInputBlock,
-    LayerStage,
-    LayerStreams,
     MambaBlock,
     MixtureBlock,
-    Norm,
     ShortConvBlock,
 )
 from heterollm.model.families import unsupported
 from heterollm.model.family import MIXERS, BiasedPart, BlockName, Family, Mixture, StageNames
 from heterollm.model.json_fields import JsonFields
+from heterollm.model.layers import BlockNorms, LayerConfig, LayerStage, LayerStreams
 from heterollm.model.rope_config import read_query_growth, read_ropes, read_rotary_dim
 
 ACTIVATIONS: Mapping[object, Activation] = {

@@ -15,19 +15,14 @@ import numpy as np
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Activation, Group
+from heterollm.model.attention_blocks import AttentionBlock
 from heterollm.model.block_config import BlockFields, is_biased
-from heterollm.model.blocks import (
-    AnyBlock,
-    AttentionBlock,
-    FfnBlock,
-    LayerConfig,
-    LayerInputBlock,
-    MixtureBlock,
-)
+from heterollm.model.blocks import FfnBlock, LayerInputBlock, MixtureBlock
 from heterollm.model.families import CONFIG_FIELDS, FAMILIES, SUPPORTED, unsupported
 from heterollm.model.family import Family
 from heterollm.model.fields import ROPE_FIELDS
 from heterollm.model.json_fields import JsonFields, read_json_object
+from heterollm.model.layers import AnyBlock, LayerConfig
 from heterollm.model.missing import MISSING
 from heterollm.model.rope import RopeConfig
 from heterollm.model.sampling_defaults import read_generation

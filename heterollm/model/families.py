@@ -16,7 +16,8 @@ from typing import Final
 
 from heterollm.base import UnsupportedModelError
 from heterollm.kernels.ops import Group
-from heterollm.model.blocks import AttentionBlock, Block, Norm
+from heterollm.model.attention_blocks import AttentionBlock
+from heterollm.model.block import Block, Norm
 from heterollm.model.family import (
     ATTENTION_BIASES,
     BIASES,

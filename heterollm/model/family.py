@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 from heterollm.kernels.ops import Group, Scoring
-from heterollm.model.blocks import Block, Norm
+from heterollm.model.block import Block, Norm
 from heterollm.model.fields import TypeFields
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.rope import RopeKind

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 
 from heterollm.kernels.ops import Group
-from heterollm.model.blocks import AttentionBlock, FfnBlock, LayerStage, Norm
+from heterollm.model.attention_blocks import AttentionBlock
+from heterollm.model.block import Norm
+from heterollm.model.blocks import FfnBlock
 from heterollm.model.config import ModelConfig
+from heterollm.model.layers import LayerStage
 
 
 def fusion_obstacle(config: ModelConfig, layer: int) -> str:

@@ -6,29 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from heterollm.model.blocks import (
+from heterollm.model.attention_blocks import AttentionBlock
+from heterollm.model.block import (
     STREAM_CORRECTION,
     STREAM_PREDICTION,
     STREAM_ROUTER,
     STREAM_ROUTER_NORM,
     STREAM_SCALE,
-    AttentionBlock,
     Block,
-    FfnBlock,
 )
-from heterollm.model.family import (
-    ATTENTION_BIASES,
-    SECTION_COUNTS,
-    Family,
-    alike,
-    every_layer,
-)
-from heterollm.model.gemma4 import (
-    FULL,
-    LAYER_INPUT_WIDTH,
-    LAYERED_NAMES,
-    source_layer,
-)
+from heterollm.model.blocks import FfnBlock
+from heterollm.model.family import ATTENTION_BIASES, SECTION_COUNTS, Family, alike, every_layer
+from heterollm.model.gemma4 import FULL, LAYER_INPUT_WIDTH, LAYERED_NAMES, source_layer
 from heterollm.model.json_fields import JsonFields
 
 SPARSITY: Final = "activation_sparsity_pattern"

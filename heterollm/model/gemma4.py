@@ -6,16 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from heterollm.model.blocks import (
-    EXPERT_FACTORS,
-    LAYER_SCALE,
-    ROUTER_NORM,
-    AttentionBlock,
-    Block,
-    FfnBlock,
-    LayerInputBlock,
-    Norm,
-)
+from heterollm.model.attention_blocks import AttentionBlock
+from heterollm.model.block import EXPERT_FACTORS, LAYER_SCALE, ROUTER_NORM, Block, Norm
+from heterollm.model.blocks import FfnBlock, LayerInputBlock
 from heterollm.model.family import (
     ATTENTION_BIASES,
     HEAD_NORMS,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from heterollm.kernels.ops import Group
-from heterollm.model.blocks import Norm
+from heterollm.model.block import Norm
 from heterollm.model.family import (
     ATTENTION_BIASES,
     DENSE,

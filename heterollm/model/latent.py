@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from heterollm.model.blocks import ROUTER_BIAS
+from heterollm.model.block import ROUTER_BIAS
 from heterollm.model.family import NORMS, SEPARATE, Family, LayerNames, StageNames, TensorNames
 from heterollm.model.json_fields import JsonFields
 from heterollm.model.mixtures import NOT_READ, SHARED_EXPERTS, SIGMOID_EXPERTS

@@ -13,21 +13,15 @@ from numpy.typing import NDArray
 from heterollm.kernels.formats import effective_block
 from heterollm.kernels.gpu import DeltaShape
 from heterollm.kernels.ops import Group, Member, OpSpec, Precision, Scales, WeightFormat
-from heterollm.model.blocks import (
-    AttentionBlock,
-    DeltaNetBlock,
-    GroupShape,
-    LatentAttentionBlock,
-    MambaBlock,
-    MixtureBlock,
-    Norm,
-    kind_names,
-)
+from heterollm.model.attention_blocks import AttentionBlock, LatentAttentionBlock
+from heterollm.model.block import GroupShape, Norm
+from heterollm.model.blocks import DeltaNetBlock, MambaBlock, MixtureBlock
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_tensors
 from heterollm.model.families import FAMILIES
 from heterollm.model.family import TensorNames
 from heterollm.model.fusion import fusion_obstacle
+from heterollm.model.layers import kind_names
 from heterollm.model.stored_formats import StoredFormats
 from heterollm.model.tensor_rows import HeadOrder, TensorRows
 

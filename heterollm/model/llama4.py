@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Final
 
 from heterollm.kernels.ops import Group
-from heterollm.model.blocks import AttentionBlock, Block
+from heterollm.model.attention_blocks import AttentionBlock
+from heterollm.model.block import Block
 from heterollm.model.family import (
     ATTENTION_BIASES,
     HEAD_NORMS,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from heterollm.kernels.ops import Group
-from heterollm.model.blocks import ROUTER_BIAS
+from heterollm.model.block import ROUTER_BIAS
 from heterollm.model.family import (
     ATTENTION_BIASES,
     DENSE,

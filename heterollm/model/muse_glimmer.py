@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from heterollm.model.blocks import AttentionBlock, Block
+from heterollm.model.attention_blocks import AttentionBlock
+from heterollm.model.block import Block
 from heterollm.model.family import OUTPUT_NORMS, SEPARATE, Family, TensorNames, every_layer
 from heterollm.model.json_fields import JsonFields
 

@@ -9,9 +9,11 @@ from typing import Literal
 
 from heterollm.base import CheckpointError
 from heterollm.kernels.ops import OpSpec, Precision, Scales, ffn_specs
-from heterollm.model.blocks import AttentionBlock, FfnBlock, LayerStage
+from heterollm.model.attention_blocks import AttentionBlock
+from heterollm.model.blocks import FfnBlock
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_specs
+from heterollm.model.layers import LayerStage
 from heterollm.model.layout import HEAD_LAYER, op_specs
 
 

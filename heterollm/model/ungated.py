@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from heterollm.kernels.ops import Group
-from heterollm.model.blocks import SLOPE_SHAPES
+from heterollm.model.block import SLOPE_SHAPES
 from heterollm.model.family import (
     ATTENTION_BIASES,
     BIASES,

@@ -26,7 +26,8 @@ from heterollm.kernels.formats import (
     take_rows,
 )
 from heterollm.kernels.ops import SLOPES, Group, OpSpec, Precision, Scales, Slopes, WeightFormat
-from heterollm.model.blocks import SLOPE_SHAPES, MixtureBlock, Norm
+from heterollm.model.block import SLOPE_SHAPES, Norm
+from heterollm.model.blocks import MixtureBlock
 from heterollm.model.channel_file import ChannelFile, channel_file
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
@@ -60,13 +61,7 @@ from heterollm.model.layout import (
 from heterollm.model.stored import STORED_VERSION
 from heterollm.model.stored_notes import stored_notes
 from heterollm.model.tensor_file import TensorFile
-from heterollm.model.weight_cache import (
-    ByteProgress,
-    Recipe,
-    cached_tensors,
-    quantized_view,
-    stored_errors,
-)
+from heterollm.model.weight_cache import ByteProgress, Recipe, cached_tensors, quantized_view, stored_errors
 from heterollm.model.weight_views import FloatLinears, Members, TokenRows
 
 logger = logging.getLogger(__name__)

@@ -14,15 +14,9 @@ import heterollm.loading
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.llm import LLM
 from heterollm.model import ModelConfig, RopeConfig, expert_specs
-from heterollm.model.blocks import (
-    AnyBlock,
-    AttentionBlock,
-    FfnBlock,
-    LayerConfig,
-    LayerInputBlock,
-    MambaBlock,
-    MixtureBlock,
-)
+from heterollm.model.attention_blocks import AttentionBlock
+from heterollm.model.blocks import FfnBlock, LayerInputBlock, MambaBlock, MixtureBlock
+from heterollm.model.layers import AnyBlock, LayerConfig
 from heterollm.model.layout import other_name
 
 Reference = Callable[[LLM, Path, list[int]], np.ndarray]

@@ -7,7 +7,8 @@ import pytest
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import Member
 from heterollm.model import ModelConfig, op_specs
-from heterollm.model.blocks import AttentionBlock, ShortConvBlock
+from heterollm.model.attention_blocks import AttentionBlock
+from heterollm.model.blocks import ShortConvBlock
 from heterollm.model.families import FAMILIES
 from heterollm.model.layout import expected_tensors, layer_norms, linear_rows
 from heterollm.model.missing import MISSING

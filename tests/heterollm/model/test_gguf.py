@@ -22,7 +22,7 @@ from heterollm.model import (
     read_pooling,
     rope_tables,
 )
-from heterollm.model.blocks import AttentionBlock
+from heterollm.model.attention_blocks import AttentionBlock
 from heterollm.model.stored.affine_blocks import canonical
 from heterollm.model.stored.gguf_blocks import BLOCK_TYPES
 from heterollm.model.stored.gguf_file import GgufFile

@@ -6,7 +6,8 @@ import pytest
 
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.model import KNOWN_MODELS, expert_specs, find_model, op_specs
-from heterollm.model.blocks import AttentionBlock, ShortConvBlock
+from heterollm.model.attention_blocks import AttentionBlock
+from heterollm.model.blocks import ShortConvBlock
 
 STATED_BILLIONS = {
     "llama-3-8b": 8.03,
