@@ -295,13 +295,21 @@ class Family:
         return TypeFields(self.follows | windows | experts | biases, self.renamed, self.ignores)
 
 
+def gated_network(module: str) -> Mapping[Group, Mapping[str, str]]:
+    """Return the names of a network with a gate, a tensor for each linear."""
+    rows = {member: f"{module}.{member}_proj" for member in ("gate", "up")}
+    return {"gate_up": rows, "down": {"down": f"{module}.down_proj"}}
+
+
 SEPARATE: Mapping[Group, Mapping[str, str]] = MappingProxyType(
     {
         "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
         "o": {"o": "self_attn.o_proj"},
-        "gate_up": {"gate": "mlp.gate_proj", "up": "mlp.up_proj"},
-        "down": {"down": "mlp.down_proj"},
+        **gated_network("mlp"),
     }
+)
+FUSED_NETWORK: Mapping[Group, Mapping[str, str]] = MappingProxyType(
+    {**SEPARATE, "gate_up": dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")}
 )
 ATTENTION_BIASES: Final[Mapping[BiasedPart, str]] = {"qkv": "attention_bias", "o": "attention_bias"}
 BIASES: Final[Mapping[BiasedPart, str]] = {**ATTENTION_BIASES, "ffn": "mlp_bias"}
@@ -337,3 +345,8 @@ def after_full_layers(fields: JsonFields, layer: int) -> bool:
 def all_but_every_nth(fields: JsonFields, layer: int) -> bool:
     """Return false for every ``sliding_window_pattern``-th layer, which has full attention."""
     return (layer + 1) % fields.count("sliding_window_pattern") != 0
+
+
+def all_but_every_fourth(_fields: JsonFields, layer: int) -> bool:
+    """Return false for the first and every fourth layer from there, which has full attention."""
+    return layer % 4 != 0

@@ -9,6 +9,7 @@ from typing import Final
 
 from heterollm.kernels.ops import Group
 from heterollm.model.block import Norm
+from heterollm.model.expert_names import NAMED_EXPERTS, SHARED_EXPERT
 from heterollm.model.family import (
     ATTENTION_BIASES,
     DENSE,
@@ -27,7 +28,6 @@ from heterollm.model.family import (
     sparse_steps,
 )
 from heterollm.model.json_fields import JsonFields
-from heterollm.model.mixtures import NAMED_EXPERTS, SHARED_EXPERT
 
 
 def lfm2_tie(fields: JsonFields) -> dict[str, object]:

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Final
 
 from heterollm.model.block import ROUTER_BIAS
+from heterollm.model.expert_names import NOT_READ, SHARED_EXPERTS, SIGMOID_EXPERTS
 from heterollm.model.family import NORMS, SEPARATE, Family, LayerNames, StageNames, TensorNames
 from heterollm.model.json_fields import JsonFields
-from heterollm.model.mixtures import NOT_READ, SHARED_EXPERTS, SIGMOID_EXPERTS
 
 LATENT_FIELDS: Final = frozenset(
     {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}

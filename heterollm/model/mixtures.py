@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Final
 
-from heterollm.kernels.ops import Group
 from heterollm.model.block import ROUTER_BIAS
+from heterollm.model.exaone import EXAONE_MOE
+from heterollm.model.expert_names import (
+    ATTENTION,
+    GRANITE_EXPERTS,
+    NAMED_EXPERTS,
+    NUMBERED_EXPERTS,
+    SHARED,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+    SIGMOID_EXPERTS,
+    SPARSE,
+    by_mlp_type,
+    ernie_layers,
+    every_other_first_layer,
+    every_other_layer,
+)
 from heterollm.model.family import (
     ATTENTION_BIASES,
     DENSE,
@@ -17,131 +31,17 @@ from heterollm.model.family import (
     SECTION_COUNTS,
     SEPARATE,
     Family,
-    LayerNames,
     Mixture,
-    StageNames,
     TensorNames,
     after_full_layers,
     alike,
-    all_but_every_nth,
     every_layer,
     no_layer,
     sparse_behind,
     sparse_steps,
 )
-from heterollm.model.json_fields import JsonFields
-
-# ---- tensor names ---------------------------------------------------------------------------------------
-
-ATTENTION: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {group: SEPARATE[group] for group in ("qkv", "o")}
-)
-SHARED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {
-        **ATTENTION,
-        "gate_up": dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"),
-        "down": {"down": "shared_mlp.output_linear"},
-    }
-)
-
-NAMED_EXPERTS: Mapping[str, str] = MappingProxyType(
-    {member: f"mlp.experts.{{expert}}.{member}_proj" for member in ("gate", "up", "down")}
-)
-SHARED_EXPERT: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {
-        "gate_up": {member: f"mlp.shared_expert.{member}_proj" for member in ("gate", "up")},
-        "down": {"down": "mlp.shared_expert.down_proj"},
-    }
-)
-SHARED_EXPERTS: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {
-        "gate_up": {member: f"mlp.shared_experts.{member}_proj" for member in ("gate", "up")},
-        "down": {"down": "mlp.shared_experts.down_proj"},
-    }
-)
-NUMBERED_EXPERTS: Mapping[str, str] = MappingProxyType(
-    {
-        member: f"block_sparse_moe.experts.{{expert}}.{name}"
-        for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-    }
-)
-STACKED_EXPERTS: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("gate", "up"), "block_sparse_moe.input_linear"),
-        "down": "block_sparse_moe.output_linear",
-    }
-)
-
-SPARSE: Final = alike(("attention",), ("mixture",))
-
-
-def by_mlp_type(sparse: StageNames) -> LayerNames:
-    """Return layers that are sparse unless ``mlp_layer_types`` calls them dense."""
-
-    def stages(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
-        kinds = fields.get("mlp_layer_types")
-        if kinds is not None and not (
-            isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in ("dense", "sparse")
-        ):
-            raise fields.fail("mlp_layer_types", "a list of dense or sparse, one for each layer")
-        return ("attention",), ("ffn",) if kinds and kinds[layer] == "dense" else sparse
-
-    return stages
-
-
-def first_are_dense(fields: JsonFields) -> dict[str, object]:
-    """Return the kinds of networks of a file without them: a field counts the first, dense ones."""
-    if fields.get("mlp_layer_types") is not None:
-        return {}
-    dense, layers = fields.count("first_k_dense_replace", minimum=0), fields.count("num_hidden_layers")
-    return {"mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)]}
-
-
-def every_other_layer(_fields: JsonFields, layer: int) -> bool:
-    """Return true for the first layer, the third and so on."""
-    return layer % 2 == 0
-
-
-def every_other_first_layer(fields: JsonFields, layer: int) -> bool:
-    """Return true for the first, the third and so on of the first ``max_window_layers``."""
-    return layer % 2 == 0 and layer < fields.count("max_window_layers", minimum=0)
-
-
-def ernie_layers(fields: JsonFields, layer: int) -> tuple[StageNames, ...]:
-    """Return a layer with experts at every so many layers of a range, else a dense one."""
-    last = fields.count("moe_layer_end_index", minimum=-1)
-    inside = fields.count("moe_layer_start_index", minimum=0) <= layer and (last < 0 or layer <= last)
-    sparse = inside and (layer + 1) % fields.count("moe_layer_interval") == 0
-    return ("attention",), ("mixture", "ffn") if sparse else ("ffn",)
-
-
-# ---- the families ---------------------------------------------------------------------------------------
-
-GRANITE_FIELDS = frozenset(
-    {
-        *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
-    }
-)
-
-GRANITE_EXPERTS: Final = Mixture(
-    "block_sparse_moe.router.layer", STACKED_EXPERTS, count_fields=("num_local_experts",)
-)
-
-SIGMOID_EXPERTS: Final = Mixture(
-    "mlp.gate",
-    NAMED_EXPERTS,
-    width_field="moe_intermediate_size",
-    shared_count_field="n_shared_experts",
-    scoring="sigmoid",
-    normalized_field="norm_topk_prob",
-    bias_field=True,
-    group_fields=("n_group", "topk_group"),
-    scale_field="routed_scaling_factor",
-    count_fields=("n_routed_experts",),
-)
-NOT_READ: Final = dict.fromkeys(
-    ("num_nextn_predict_layers", "num_mtp_layers"), "layers that predict further tokens are not read"
-)
+from heterollm.model.glm import GLM4_MOE
+from heterollm.model.granite import GRANITE_FIELDS
 
 MIXTURES: Mapping[str, Family] = MappingProxyType(
     {
@@ -366,36 +266,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
                 "experts_per_token": "num_experts_per_tok counts",
             },
         ),
-        "glm4_moe": Family(
-            name="GLM-4.5",
-            covers="GLM-4.5-Air",
-            architecture="Glm4MoeForCausalLM",
-            tensors=TensorNames(
-                SEPARATE,
-                {**NORMS, **HEAD_NORMS},
-                shared=SHARED_EXPERTS,
-                others={ROUTER_BIAS: "mlp.gate.e_score_correction_bias"},
-                # A layer that predicts further tokens.
-                unread=("model.layers.{layers}.",),
-            ),
-            layers=sparse_behind(DENSE, "first_k_dense_replace", sparse=("mixture", "ffn")),
-            mixture=SIGMOID_EXPERTS,
-            defaults={
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-5,
-                "intermediate_size": 10_944,
-                "moe_intermediate_size": 1408,
-                "partial_rotary_factor": 0.5,
-                "n_routed_experts": 128,
-                "n_shared_experts": 1,
-                "num_experts_per_tok": 8,
-                "norm_topk_prob": True,
-                "first_k_dense_replace": 1,
-            },
-            follows=frozenset({"partial_rotary_factor", "first_k_dense_replace", "use_qk_norm"}),
-            biases={"qkv": "attention_bias"},
-            ignores=NOT_READ,
-        ),
+        "glm4_moe": GLM4_MOE,
         "dots1": Family(
             name="dots.llm1",
             covers="dots.llm1",
@@ -420,45 +291,7 @@ MIXTURES: Mapping[str, Family] = MappingProxyType(
             biases=ATTENTION_BIASES,
             slides=after_full_layers,
         ),
-        "exaone_moe": Family(
-            name="K-EXAONE",
-            covers="K-EXAONE",
-            architecture="ExaoneMoeForCausalLM",
-            tensors=TensorNames(
-                SEPARATE,
-                {**NORMS, **HEAD_NORMS},
-                shared=SHARED_EXPERTS,
-                others={ROUTER_BIAS: "mlp.e_score_correction_bias"},
-                unread=("mtp.",),
-            ),
-            layers=by_mlp_type(("mixture", "ffn")),
-            mixture=replace(
-                SIGMOID_EXPERTS, shared_count_field="num_shared_experts", count_fields=("num_experts",)
-            ),
-            defaults={
-                "num_key_value_heads": 32,
-                "rms_norm_eps": 1e-5,
-                "sliding_window": 4096,
-                "sliding_window_pattern": 4,
-                "intermediate_size": 16_384,
-                "moe_intermediate_size": 1024,
-                "num_experts": 64,
-                "num_experts_per_tok": 8,
-                "num_shared_experts": 1,
-                "norm_topk_prob": True,
-                "routed_scaling_factor": 2.5,
-                "first_k_dense_replace": 1,
-            },
-            derived=first_are_dense,
-            follows=frozenset(
-                {"layer_types", "mlp_layer_types", "first_k_dense_replace", "sliding_window_pattern"}
-            ),
-            rope_needs_window=True,
-            slides=all_but_every_nth,
-            ignores=NOT_READ,
-            bos_ids=(1,),
-            eos_ids=(53,),
-        ),
+        "exaone_moe": EXAONE_MOE,
         "olmoe": Family(
             name="OLMoE",
             covers="OLMoE",

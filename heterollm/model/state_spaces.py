@@ -9,6 +9,7 @@ from typing import Final
 
 from heterollm.kernels.ops import Group
 from heterollm.model.block import ROUTER_BIAS
+from heterollm.model.expert_names import GRANITE_EXPERTS, NOT_READ, SHARED, SIGMOID_EXPERTS
 from heterollm.model.family import (
     ATTENTION_BIASES,
     NORMS,
@@ -19,8 +20,8 @@ from heterollm.model.family import (
     alike,
     by_type,
 )
+from heterollm.model.granite import GRANITE_FIELDS
 from heterollm.model.json_fields import JsonFields
-from heterollm.model.mixtures import GRANITE_EXPERTS, GRANITE_FIELDS, NOT_READ, SHARED, SIGMOID_EXPERTS
 
 MAMBA_FIELDS: Final = frozenset(
     {
