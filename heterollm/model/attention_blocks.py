@@ -79,10 +79,7 @@ class AttentionBlock(Block):
         rope, gates = "rope_and_store", ("output_gate",) if self.gated else ()
         ends = (*gates, *((INNER_NORM,) if self.inner_norm else ()))
         return (
-            GroupShape(
-                *("qkv", members, hidden, "linear_input", "qkv"),
-                *((NORM,), rope, self.qkv_bias),
-            ),
+            GroupShape(*("qkv", members, hidden, "linear_input", "qkv"), *((NORM,), rope, self.qkv_bias)),
             GroupShape(
                 *("o", (Member("o", hidden),), rows, "attention_output", "attention_delta"),
                 *((rope, "attention", *ends), NORM, self.o_bias),

@@ -72,12 +72,7 @@ def minicpm_multipliers(fields: JsonFields) -> dict[str, object]:
 
 
 QWEN: Mapping[str, object] = MappingProxyType(
-    {
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "use_sliding_window": False,
-        "max_window_layers": 28,
-    }
+    {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 )
 WINDOW_FIELDS = frozenset({"use_sliding_window", "layer_types"})
 MINISTRAL_ROPE: Final[dict[str, object]] = {
@@ -171,11 +166,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             covers="StableLM 3B and StableLM 2 1.6B",
             architecture="StableLmForCausalLM",
             tensors=TensorNames(SEPARATE, NORMS),
-            defaults={
-                "num_key_value_heads": 32,
-                "rms_norm_eps": 1e-5,
-                "partial_rotary_factor": 0.25,
-            },
+            defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
             renamed={"rms_norm_eps": "layer_norm_eps"},
             layers=perhaps_parallel,
             follows=frozenset({"partial_rotary_factor", "use_parallel_residual"}),
@@ -316,11 +307,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="HunYuanDenseV1ForCausalLM",
             tensors=TensorNames(
                 SEPARATE,
-                {
-                    **NORMS,
-                    "query_head": "self_attn.query_layernorm",
-                    "key_head": "self_attn.key_layernorm",
-                },
+                {**NORMS, "query_head": "self_attn.query_layernorm", "key_head": "self_attn.key_layernorm"},
             ),
             defaults={"rms_norm_eps": 1e-5},
             follows=frozenset({"alpha"}),

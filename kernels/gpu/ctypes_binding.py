@@ -73,10 +73,7 @@ class Program(Handle):
     release = "clReleaseProgram"
 
     def __init__(
-        self,
-        context: Context,
-        source_or_devices: str | Sequence[Device],
-        binaries: Sequence[bytes] = (),
+        self, context: Context, source_or_devices: str | Sequence[Device], binaries: Sequence[bytes] = ()
     ) -> None:
         super().__init__()
         self.devices = context.devices

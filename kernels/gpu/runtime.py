@@ -106,8 +106,7 @@ class OpenClRuntime(OpenClPrograms):
         """
         if self.shared_memory == "svm":
             array = self._allocated(
-                int(np.prod(shape)) * np.dtype(dtype).itemsize,
-                lambda: svm_zeros(self.context, shape, dtype),
+                int(np.prod(shape)) * np.dtype(dtype).itemsize, lambda: svm_zeros(self.context, shape, dtype)
             )
             return SharedArray(array, cl.SVM(array), self.queue, coherent=True)
         array = aligned_zeros(shape, dtype)
@@ -153,13 +152,7 @@ class OpenClRuntime(OpenClPrograms):
         return buffer
 
     def copy_range(
-        self,
-        target: cl.Buffer,
-        source: cl.Buffer,
-        size_bytes: int,
-        *,
-        to_bytes: int = 0,
-        from_bytes: int = 0,
+        self, target: cl.Buffer, source: cl.Buffer, size_bytes: int, *, to_bytes: int = 0, from_bytes: int = 0
     ) -> None:
         """Copy bytes between device memories, or within one, and wait; see :class:`GpuRuntime`.
 

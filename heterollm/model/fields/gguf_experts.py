@@ -16,7 +16,7 @@ SIGMOID: Final = LEADING_SIGMOID | {"nemotron_h_moe"}
 LEADING: Final = LEADING_SIGMOID | ERNIE | {"lfm2moe"}
 SIZED: Final = SHARED | SIGMOID | LEADING | LLAMA4 | {"qwen3moe", "mellum", "gemma4"}
 NORMALIZED: Final = SIZED - SIGMOID - LLAMA4 - {"qwen2moe"} | {
-    *("llama", "phimoe", "granitemoe", "granitehybrid"),
+    *("llama", "phimoe", "granitemoe", "granitehybrid")
 }
 
 EXPERTS: Final = (
@@ -34,12 +34,7 @@ EXPERTS: Final = (
         "granite.cpp, qwen2moe.cpp",
         SHARED | {"granitemoe", "granitehybrid", "nemotron_h_moe"},
     ),
-    read(
-        ".leading_dense_block_count",
-        "first layers without experts; absent: none",
-        ARCHITECTURE,
-        LEADING,
-    ),
+    read(".leading_dense_block_count", "first layers without experts; absent: none", ARCHITECTURE, LEADING),
     read(
         ".interleave_moe_layer_step",
         "every n-th layer has experts",

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 from typing import Final
 
+from heterollm.model.fields.gguf_attention import ATTENTION, ROPE
 from heterollm.model.fields.gguf_experts import EXPERTS, LATENT
 from heterollm.model.fields.gguf_rows import (
     ARCHITECTURE,
-    CONTEXT,
+    CENTERED,
+    DELTA,
+    GEMMA3N,
+    GEMMA4,
+    GEMMAS,
+    GRANITES,
+    LATENT_SOURCE,
+    LAYERED,
     MODEL,
     NAMES,
+    NEMOTRON_H,
     OFF,
-    ONE,
     PACKAGE,
+    QWEN35,
+    SPACES,
+    VISION,
     read,
     rows,
 )
-
-GEMMA4: Final = frozenset({"gemma4"})
-GEMMA3N: Final = frozenset({"gemma3n"})
-LAYERED: Final = GEMMA4 | GEMMA3N
-GEMMAS: Final = LAYERED | {"gemma2", "gemma3"}
-PATTERNED: Final = GEMMAS | {"gpt-oss", "mellum", "cohere2", "olmo2", "exaone4", "exaone-moe"}
-WINDOWED: Final = PATTERNED | {"phi3", "phimoe"}
-CENTERED: Final = frozenset({"gptneox", "phi2", "stablelm", "starcoder2", "nemotron", "cohere2"})
-GRANITES: Final = frozenset({"granite", "granitemoe"})
-GRANITE_HYBRID: Final = frozenset({"granitehybrid"})
-SCALED: Final = GRANITES | GRANITE_HYBRID | {"minicpm"}
-QWEN35: Final = frozenset({"qwen35", "qwen35moe"})
-DELTA: Final = QWEN35 | {"qwen3next"}
-NEMOTRON_H: Final = frozenset({"nemotron_h", "nemotron_h_moe"})
-SPACES: Final = GRANITE_HYBRID | NEMOTRON_H | {"falcon-h1"}
-VISION: Final = QWEN35 | {"qwen3vl"}
-LATENT_SOURCE: Final = "models/deepseek2.cpp"
-MISTRAL3: Final = frozenset({"mistral3"})
 
 SIZES: Final = (
     read(".context_length", "longest context"),
@@ -72,12 +65,7 @@ SIZES: Final = (
     read(".attention.key_length_mla", "width of a head; key_length if absent", LATENT_SOURCE, LATENT),
     read(".attention.value_length_mla", "width of a value; value_length if absent", LATENT_SOURCE, LATENT),
     *rows("none", "rows of the token embedding, whose shape states it", MODEL, ".vocab_size"),
-    read(
-        ".attention.key_length_swa",
-        "width of a head in layers with a window",
-        "models/gemma4.cpp",
-        GEMMA4,
-    ),
+    read(".attention.key_length_swa", "width of a head in layers with a window", "models/gemma4.cpp", GEMMA4),
     read(
         ".attention.shared_kv_layers",
         "last layers, which read the keys of others; absent: none, in Gemma 3n all but 20",
@@ -117,257 +105,6 @@ SIZES: Final = (
     ),
 )
 
-ATTENTION: Final = (
-    read(
-        ".attention.sliding_window",
-        "window; 0 for none. llama.cpp ignores Phi-3's, whose older files have "
-        "wrong numbers; absent: none, 4096 in Gemma 2 and the largest EXAONE 4",
-        ARCHITECTURE,
-        WINDOWED,
-    ),
-    read(
-        ".attention.sliding_window_pattern",
-        "every n-th layer sees all positions, or a flag for each layer; "
-        "2 in Gemma 2 and gpt-oss, 6 in Gemma 3, 5 in Gemma 3n, 4 in others if absent",
-        ARCHITECTURE,
-        PATTERNED,
-    ),
-    *rows(
-        "refused",
-        "chunks of another length than 8192; with 0 llama.cpp has none",
-        "models/llama4.cpp",
-        ".attention.sliding_window",
-        neutral=(8192,),
-        only=frozenset({"llama4"}),
-    ),
-    *rows(
-        "refused",
-        "a window that llama.cpp ignores in this architecture; one of context_length passes",
-        ARCHITECTURE,
-        ".attention.sliding_window",
-        neutral=OFF,
-    ),
-    *rows(
-        "refused",
-        "windows in some layers, which llama.cpp ignores in this architecture",
-        ARCHITECTURE,
-        ".attention.sliding_window_pattern",
-    ),
-    read(
-        ".attn_logit_softcapping",
-        "soft cap of attention scores, 50 if absent",
-        "models/gemma2.cpp",
-        frozenset({"gemma2"}),
-    ),
-    read(
-        ".final_logit_softcapping",
-        "soft cap of the logits; absent: 30 in Gemma 2 and 3n, none in Gemma 3 and 4",
-        "models/gemma2.cpp, gemma3.cpp, gemma3n.cpp, gemma4.cpp",
-        GEMMAS,
-    ),
-    *rows(
-        "refused",
-        "soft caps that llama.cpp ignores in this architecture",
-        NAMES,
-        ".attn_logit_softcapping",
-        ".final_logit_softcapping",
-        ".router_logit_softcapping",
-        neutral=OFF,
-    ),
-    *rows("refused", "attention in both directions", MODEL, ".attention.causal", neutral=(True,)),
-    read(
-        ".attention.scale",
-        "factor of scores; absent or 0: by the width of a head",
-        "granite.cpp",
-        GRANITES | GRANITE_HYBRID,
-    ),
-    read(
-        ".embedding_scale",
-        "factor of the embedding; absent: 1, and 12 in MiniCPM",
-        "granite.cpp, minicpm.cpp",
-        SCALED,
-    ),
-    read(
-        ".residual_scale",
-        "factor of what layers add; absent: 1, and 1.4 by the root of the number of layers in MiniCPM",
-        "granite.cpp, minicpm.cpp",
-        SCALED,
-    ),
-    read(
-        ".logit_scale",
-        "divisor of the logits, and their factor in Cohere 2; required, but in MiniCPM, where "
-        "embedding_length / 256 stands for it",
-        "granite.cpp, minicpm.cpp, cohere2.cpp",
-        SCALED | {"cohere2"},
-    ),
-    read(
-        ".attention.temperature_scale",
-        "growth of queries with the position; absent or 0: none",
-        "models/mistral3.cpp",
-        MISTRAL3,
-    ),
-    read(
-        ".attention.clamp_kqv",
-        "limit of queries, keys and values; absent or 0: none",
-        "models/olmo.cpp",
-        frozenset({"olmo"}),
-    ),
-    read(
-        ".full_attention_interval",
-        "every n-th layer has attention and no delta net, 4 if absent",
-        ARCHITECTURE,
-        DELTA,
-    ),
-    read(
-        ".attention.recurrent_layers",
-        "which layers have a delta net, before full_attention_interval",
-        ARCHITECTURE,
-        DELTA,
-    ),
-    *rows(
-        "refused",
-        "a scale of attention scores; each architecture has its own, Gemma's by the count of layers",
-        NAMES,
-        ".attention.scale",
-        neutral=OFF,
-    ),
-    *rows(
-        "refused",
-        "a scale that no supported architecture has",
-        NAMES,
-        ".attention.output_scale",
-        ".attention.value_scale",
-        ".embedding_scale",
-        ".residual_scale",
-        ".logit_scale",
-        neutral=ONE,
-    ),
-    *rows(
-        "refused",
-        "a change of attention that no supported architecture has",
-        NAMES,
-        ".attention.clamp_kqv",
-        ".attention.max_alibi_bias",
-        ".attention.temperature_length",
-        ".attention.temperature_scale",
-        ".attention.shared_kv_layers",
-        ".attention.relative_buckets_count",
-        ".attention.q_lora_rank",
-        ".attention.kv_lora_rank",
-        ".attention.decay_lora_rank",
-        ".attention.iclr_lora_rank",
-        ".attention.value_residual_mix_lora_rank",
-        ".attention.gate_lora_rank",
-        ".attention.output_lora_rank",
-        ".attention.output_group_count",
-        ".attention.key_length_mla",
-        ".attention.value_length_mla",
-        ".attention.indexer.*",
-        ".attention.compress_rope_freq_base",
-        ".attention.compress_ratios",
-        ".attention.recurrent_layers",
-        ".full_attention_interval",
-        neutral=OFF,
-    ),
-    *rows(
-        "none",
-        "number added in norms of another kind than the architecture's",
-        NAMES,
-        ".attention.layer_norm_epsilon",
-        ".attention.group_norm_epsilon",
-        ".attention.group_norm_groups",
-    ),
-)
-
-ROPE: Final = (
-    read(".rope.dimension_count", "elements of a head that RoPE rotates, key_length if absent"),
-    read(".rope.freq_base", "base of the frequencies, 10000 if absent"),
-    read(
-        ".rope.freq_base_swa",
-        "base in layers with a window; absent: 10000 in Gemma 3, 3n and 4, that of all layers in others",
-        "models/gemma3.cpp, gemma3n.cpp, gemma4.cpp, mellum.cpp, olmo2.cpp",
-        LAYERED | {"gemma3", "mellum", "olmo2"},
-    ),
-    read(".rope.scaling.type", "none, linear, yarn or longrope; linear if absent"),
-    read(".rope.scaling.factor", "factor of linear and yarn; absent or 0: 1"),
-    read(".rope.scale_linear", "older name of rope.scaling.factor, which comes first"),
-    read(".rope.scaling.original_context_length", "context before the extension, context_length if absent"),
-    read(".rope.scaling.attn_factor", "factor of cosine and sine, beside YaRN's own; 1 if absent", CONTEXT),
-    read(
-        ".rope.scaling.yarn_beta_fast",
-        "beta_fast of the checkpoint, 32 if absent; llama.cpp ignores it in "
-        "these architectures, whose converter writes it",
-        "conversion/base.py",
-    ),
-    read(
-        ".rope.scaling.yarn_beta_slow",
-        "beta_slow of the checkpoint, 1 if absent; as yarn_beta_fast",
-        "conversion/base.py",
-    ),
-    read(
-        ".rope.scaling.yarn_attn_factor",
-        "attention_factor of the checkpoint, in place of YaRN's own; as yarn_beta_fast",
-        "conversion/base.py",
-    ),
-    *rows(
-        "refused",
-        "an extrapolation by a part, of which transformers and llama.cpp know none here",
-        CONTEXT,
-        ".rope.scaling.yarn_ext_factor",
-        neutral=(1, 1.0, -1, -1.0),
-    ),
-    read(
-        ".rope.scaling.yarn_log_multiplier",
-        "mscale_all_dim of the checkpoint, beside an mscale of 1; absent or 0: neither. "
-        "In deepseek2 a tenth of it, and mscale is as large",
-        CONTEXT,
-        MISTRAL3 | LATENT,
-    ),
-    *rows(
-        "refused",
-        "an attention factor of DeepSeek's form",
-        CONTEXT,
-        ".rope.scaling.yarn_log_multiplier",
-        neutral=OFF,
-    ),
-    *rows(
-        "refused",
-        "layers without positions",
-        "granite.cpp",
-        ".rope.scaling.finetuned",
-        neutral=(True,),
-        only=GRANITES,
-    ),
-    read(
-        ".rope.scaling.finetuned",
-        "whether attention has positions; absent: yes",
-        "granite.cpp",
-        GRANITE_HYBRID,
-    ),
-    *rows("none", "whether the model was trained with the scaling", MODEL, ".rope.scaling.finetuned"),
-    *rows("refused", "NTK scaling of Hunyuan", MODEL, ".rope.scaling.alpha", neutral=OFF),
-    *rows(
-        "none",
-        "positions of text are the same on all axes",
-        NAMES,
-        ".rope.dimension_sections",
-        only=VISION,
-    ),
-    *rows(
-        "refused",
-        "RoPE over several axes",
-        NAMES,
-        ".rope.dimension_sections",
-        neutral=([], [0, 0, 0], [0, 0, 0, 0]),
-    ),
-    *rows(
-        "refused",
-        "RoPE that differs between layers; the value of all layers passes",
-        MODEL,
-        ".rope.dimension_count_swa",
-        ".rope.freq_base_swa",
-    ),
-)
 
 OTHER: Final = (
     *rows(

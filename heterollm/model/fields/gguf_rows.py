@@ -39,3 +39,23 @@ def rows(
 def read(name: str, meaning: str, source: str = MODEL, only: frozenset[str] = frozenset()) -> Field:
     """Return the row of a field that is read."""
     return rows("read", meaning, source, name, only=only)[0]
+
+
+# Architectures that have some fields in common.
+GEMMA4: Final = frozenset({"gemma4"})
+GEMMA3N: Final = frozenset({"gemma3n"})
+LAYERED: Final = GEMMA4 | GEMMA3N
+GEMMAS: Final = LAYERED | {"gemma2", "gemma3"}
+PATTERNED: Final = GEMMAS | {"gpt-oss", "mellum", "cohere2", "olmo2", "exaone4", "exaone-moe"}
+WINDOWED: Final = PATTERNED | {"phi3", "phimoe"}
+CENTERED: Final = frozenset({"gptneox", "phi2", "stablelm", "starcoder2", "nemotron", "cohere2"})
+GRANITES: Final = frozenset({"granite", "granitemoe"})
+GRANITE_HYBRID: Final = frozenset({"granitehybrid"})
+SCALED: Final = GRANITES | GRANITE_HYBRID | {"minicpm"}
+QWEN35: Final = frozenset({"qwen35", "qwen35moe"})
+DELTA: Final = QWEN35 | {"qwen3next"}
+NEMOTRON_H: Final = frozenset({"nemotron_h", "nemotron_h_moe"})
+SPACES: Final = GRANITE_HYBRID | NEMOTRON_H | {"falcon-h1"}
+VISION: Final = QWEN35 | {"qwen3vl"}
+LATENT_SOURCE: Final = "models/deepseek2.cpp"
+MISTRAL3: Final = frozenset({"mistral3"})

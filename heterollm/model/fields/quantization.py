@@ -49,8 +49,7 @@ GPTQ_FIELDS: Final = FieldTable(
             GPTQ,
             {
                 **dict.fromkeys(
-                    ("modules_in_block_to_quantize", "block_name_to_quantize", "lm_head"),
-                    TENSORS,
+                    ("modules_in_block_to_quantize", "block_name_to_quantize", "lm_head"), TENSORS
                 ),
                 "module_name_preceding_first_block": TENSORS,
                 "meta": "the writer and its version",
@@ -149,11 +148,7 @@ COMPRESSED_FIELDS: Final = FieldTable(
     "quantization_config of compressed-tensors",
     (
         *COMMON,
-        *rows(
-            "read",
-            COMPRESSED,
-            {"format": "pack-quantized, in any case; others are refused"},
-        ),
+        *rows("read", COMPRESSED, {"format": "pack-quantized, in any case; others are refused"}),
         *rows(
             "read",
             ARGS,
@@ -168,9 +163,7 @@ COMPRESSED_FIELDS: Final = FieldTable(
             },
         ),
         *rows(
-            "read",
-            SCHEME,
-            {"config_groups.*.format": "format of the group, which must be that of the file"},
+            "read", SCHEME, {"config_groups.*.format": "format of the group, which must be that of the file"}
         ),
         *rows(
             "none",

@@ -96,7 +96,7 @@ TOKENIZER_CONFIG_FIELDS: Final = FieldTable(
                         "merges_file",
                     ),
                     "tokenizer.json counts",
-                ),
+                )
             },
         ),
         *rows(

@@ -5,12 +5,24 @@ What becomes of each tensor: https://github.com/ggml-org/llama.cpp/tree/master/c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
+from heterollm.model.stored.gguf_architecture import (
+    ATTENTION_BIAS,
+    BIASES,
+    CHOICE_BIAS,
+    LAYER_NORM,
+    NAMED_EXPERTS,
+    NUMBERED_EXPERTS,
+    OUTPUT_NORMS,
+    QKV_BIAS,
+    SHARED_EXPERT,
+    SHARED_EXPERTS,
+    Architecture,
+)
 from heterollm.model.stored.gguf_family_fields import (
-    Fields,
     cohere2,
     deepseek2,
     delta_net,
@@ -19,27 +31,15 @@ from heterollm.model.stored.gguf_family_fields import (
     ernie_moe,
     exaone4,
     exaone_moe,
-    falcon_h1,
-    gemma2,
-    gemma3,
-    gemma3n,
-    gemma4,
-    gemma4_moe,
     glm4_moe,
     gpt_neox,
     gpt_oss,
     granite,
-    granite_hybrid,
     granite_moe,
-    lfm2,
-    lfm2_moe,
     llama4,
     mellum,
     minicpm,
     mistral3,
-    nemotron_h,
-    nemotron_h_moe,
-    no_fields,
     olmo,
     olmo2,
     one_window,
@@ -50,151 +50,27 @@ from heterollm.model.stored.gguf_family_fields import (
     silu,
     stablelm,
 )
-from heterollm.model.stored.gguf_file import GgufFile, Lists
-from heterollm.model.stored.gguf_names import SKIP, Other, space_modules, space_others
+from heterollm.model.stored.gguf_gemma import GEMMA3N, GEMMA4, GEMMA4_MOE, GEMMA_MODULES, gemma2, gemma3
+from heterollm.model.stored.gguf_hybrids import (
+    FALCON_H1,
+    GRANITE_HYBRID,
+    LFM2,
+    LFM2_MOE,
+    NEMOTRON_H,
+    NEMOTRON_H_MOE,
+)
+from heterollm.model.stored.gguf_names import Other, space_modules
 
-
-class Architecture(NamedTuple):
-    """A value of ``general.architecture``.
-
-    Args:
-        model_type: That of ``config.json``.
-        class_name: The class in transformers.
-        layer: Prefix of the names of layers' tensors, before the number.
-        grouped: Whether rows of ``attn_qkv`` stand by heads in the checkpoint: those of q, k and v of each.
-        permuted: Whether the rows of q and k stand in the order of rotated pairs.
-        norm_offset: What the converter added to the weights of norms.
-        biases: Fields of ``config.json`` for biases, each with tensors of files that have them.
-        modules: Modules of a layer by the file's names, where they differ from Llama's.
-        joined: The file's names of tensors that share the rows of a module's weight.
-        top: Modules outside of layers, likewise; with ``{}`` for the number of each in a stack.
-        experts: Modules of an expert's weights by the stacks that hold them.
-        experts_field: Field of ``config.json`` with the number of experts.
-        epsilon: Field of ``config.json`` for the number added in norms, and the file's.
-        fields: Returns the fields of ``config.json`` that other architectures lack.
-        lists: Meaning of heads and widths that are lists.
-        others: Other tensors of a layer by the file's names, where they differ from those of all.
-        numbers: Names and shapes of tensors of each layer whose numbers the metadata has, by field.
-        is_latent: Whether attention is latent.
-        heads_in_turns: Whether the value heads of a delta net stand in turns: the first of each key head,
-            then the second of each.
-    """
-
-    model_type: str
-    class_name: str
-    layer: str = "model.layers"
-    grouped: bool = False
-    permuted: bool = False
-    norm_offset: float = 0.0
-    biases: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    modules: Mapping[str, str] = MappingProxyType({})
-    joined: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    top: Mapping[str, str] = MappingProxyType({})
-    experts: Mapping[str, str] = MappingProxyType({})
-    experts_field: str = "num_experts"
-    epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
-    fields: Callable[[GgufFile, Fields], Fields] = no_fields
-    lists: Lists = "alike"
-    others: Mapping[str, Other] = MappingProxyType({})
-    numbers: Mapping[str, tuple[str, tuple[int, ...]]] = MappingProxyType({})
-    is_latent: bool = False
-    heads_in_turns: bool = False
-
-    @property
-    def has_spaces(self) -> bool:
-        """Whether layers may be state spaces."""
-        return SKIP in self.others
-
-
-def key_heads(file: GgufFile, architecture: Architecture) -> int:
-    """Return the key heads of layers with attention."""
-    return file.count("attention.head_count_kv", "attention.head_count", lists=architecture.lists)
-
-
-LAYER_NORM: Final = ("layer_norm_eps", "attention.layer_norm_epsilon")
-QKV_BIAS: Final = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
-ATTENTION_BIAS: Final = ("attention_bias", QKV_BIAS)
-BIASES: Final = (ATTENTION_BIAS, ("mlp_bias", ("blk.0.ffn_down.bias",)))
 FUSED_NETWORK: Final = {"ffn_up": "mlp.gate_up_proj"}
-OUTPUT_NORMS: Final = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-GEMMA_MODULES: Final = {**OUTPUT_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
-NAMED_EXPERTS: Final = {
-    f"ffn_{member}_exps": f"mlp.experts.{{}}.{member}_proj" for member in ("gate", "up", "down")
-}
-NUMBERED_EXPERTS: Final = {
-    f"ffn_{member}_exps": f"block_sparse_moe.experts.{{}}.{name}"
-    for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-}
-SHARED_EXPERT: Final = {
-    f"ffn_{member}_shexp": f"mlp.shared_expert.{member}_proj" for member in ("gate", "up", "down")
-}
-SHARED_EXPERTS: Final = {own: module.replace("expert", "experts") for own, module in SHARED_EXPERT.items()}
-LFM2_NORM: Final = ("norm_eps", "attention.layer_norm_rms_epsilon")
-LFM2_MODULES: Final = {
-    "attn_norm": "operator_norm",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "attn_output": "self_attn.out_proj",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-}
-LFM2_TOP: Final = dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm")
 POST_NORM: Final = {"post_attention_norm": "post_attention_layernorm"}
 ROUTER: Final = {"ffn_gate_inp": "mlp.gate"}
 SPARSE_ROUTER: Final = {"ffn_gate_inp": "block_sparse_moe.gate"}
-CHOICE_BIAS: Final = {"exp_probs_b.bias": Other("mlp.gate.e_score_correction_bias")}
 XIELU: Final = {
     "xielu.alpha_p": ("mlp.act_fn.alpha_p", (1,)),
     "xielu.alpha_n": ("mlp.act_fn.alpha_n", (1,)),
     "xielu.beta": ("mlp.act_fn.beta", ()),
     "xielu.eps": ("mlp.act_fn.eps", ()),
 }
-LAYER_INPUT_MODULES: Final = {
-    **GEMMA_MODULES,
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-}
-LAYER_INPUT_TABLES: Final = {
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-}
-GEMMA3N: Final = Architecture(
-    "gemma3n_text",
-    "Gemma3nForCausalLM",
-    modules={
-        **LAYER_INPUT_MODULES,
-        "altup_router": "altup.modality_router",
-        "altup_router_norm": "altup.router_norm",
-        "altup_predict_coef": "altup.prediction_coefs",
-        "altup_correct_coef": "altup.correction_coefs",
-        "laurel_l": "laurel.linear_left",
-        "laurel_r": "laurel.linear_right",
-        "laurel_post_norm": "laurel.post_laurel_norm",
-    },
-    top={
-        **LAYER_INPUT_TABLES,
-        "altup_proj": "model.altup_projections.{}",
-        "altup_unembd_proj": "model.altup_unembed_projections.{}",
-    },
-    fields=gemma3n,
-    lists="first",
-    others={"altup_correct_scale.weight": Other("altup.correct_output_scale")},
-)
-GEMMA4: Final = Architecture(
-    "gemma4_text",
-    "Gemma4ForCausalLM",
-    modules=LAYER_INPUT_MODULES,
-    top=LAYER_INPUT_TABLES,
-    fields=gemma4,
-    lists="first",
-)
 
 GRANITE_EXPERTS: Final = Architecture(
     "granitemoe",
@@ -213,37 +89,7 @@ GRANITE_EXPERTS: Final = Architecture(
     experts_field="num_local_experts",
     fields=granite_moe,
 )
-GRANITE_HYBRID: Final = Architecture(
-    "granitemoehybrid",
-    "GraniteMoeHybridForCausalLM",
-    permuted=True,
-    biases=(ATTENTION_BIAS,),
-    modules={"ffn_down": "shared_mlp.output_linear", **space_modules("mamba")},
-    joined={"shared_mlp.input_linear": ("ffn_gate", "ffn_up")},
-    experts_field="num_local_experts",
-    fields=granite_hybrid,
-    lists="hybrid",
-    others=space_others("mamba"),
-)
 
-NEMOTRON_H: Final = Architecture(
-    "nemotron_h",
-    "NemotronHForCausalLM",
-    modules={
-        "attn_norm": "norm",
-        **{f"attn_{member}": f"mixer.{member}_proj" for member in "qkv"},
-        "attn_output": "mixer.o_proj",
-        "ffn_up": "mixer.up_proj",
-        "ffn_down": "mixer.down_proj",
-        **space_modules("mixer"),
-    },
-    top={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
-    epsilon=("layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
-    fields=nemotron_h,
-    lists="hybrid",
-    others=space_others("mixer"),
-    layer="backbone.layers",
-)
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
     {
@@ -372,10 +218,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             "hunyuan_v1_dense",
             "HunYuanDenseV1ForCausalLM",
             biases=(ATTENTION_BIAS,),
-            modules={
-                "attn_q_norm": "self_attn.query_layernorm",
-                "attn_k_norm": "self_attn.key_layernorm",
-            },
+            modules={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
         ),
         "qwen35": Architecture(
             "qwen3_5_text",
@@ -393,29 +236,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             epsilon=("norm_eps", LAYER_NORM[1]),
         ),
         "nemotron_h": NEMOTRON_H,
-        # Its factors are those of the weights.
-        "falcon-h1": Architecture(
-            "falcon_h1",
-            "FalconH1ForCausalLM",
-            modules={
-                "ffn_norm": "pre_ff_layernorm",
-                **{f"ffn_{member}": f"feed_forward.{member}_proj" for member in ("gate", "up", "down")},
-                **space_modules("mamba"),
-            },
-            top={"output_norm": "model.final_layernorm"},
-            fields=falcon_h1,
-            # llama.cpp's converter leaves the ending out.
-            others={**space_others("mamba"), "ffn_norm": Other("pre_ff_layernorm.weight")},
-        ),
-        "lfm2": Architecture(
-            "lfm2",
-            "Lfm2ForCausalLM",
-            modules=LFM2_MODULES,
-            top=LFM2_TOP,
-            epsilon=LFM2_NORM,
-            fields=lfm2,
-            lists="hybrid",
-        ),
+        "falcon-h1": FALCON_H1,
+        "lfm2": LFM2,
     }
 )
 DELTA_MIXTURE: Final = Architecture(
@@ -455,20 +277,7 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         "qwen35moe": DELTA_MIXTURE._replace(heads_in_turns=True),
         # Its linears lie apart, as those of Qwen3.5-MoE, which computes the same.
         "qwen3next": DELTA_MIXTURE,
-        "lfm2moe": Architecture(
-            "lfm2_moe",
-            "Lfm2MoeForCausalLM",
-            modules={**LFM2_MODULES, "ffn_gate_inp": "feed_forward.gate"},
-            top=LFM2_TOP,
-            experts={
-                own: module.replace("block_sparse_moe", "feed_forward")
-                for own, module in NUMBERED_EXPERTS.items()
-            },
-            epsilon=LFM2_NORM,
-            fields=lfm2_moe,
-            lists="hybrid",
-            others={"exp_probs_b.bias": Other("feed_forward.expert_bias")},
-        ),
+        "lfm2moe": LFM2_MOE,
         "ernie4_5-moe": Architecture(
             "ernie4_5_moe",
             "Ernie4_5_MoeForCausalLM",
@@ -526,21 +335,7 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             fields=exaone_moe,
             others={"exp_probs_b.bias": Other("mlp.e_score_correction_bias")},
         ),
-        "gemma4": GEMMA4._replace(
-            modules={
-                **GEMMA4.modules,
-                "ffn_gate_inp": "router.proj",
-                "post_ffw_norm_1": "post_feedforward_layernorm_1",
-                "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-                "post_ffw_norm_2": "post_feedforward_layernorm_2",
-            },
-            experts={own: module.removeprefix("mlp.") for own, module in NAMED_EXPERTS.items()},
-            fields=gemma4_moe,
-            others={
-                "ffn_gate_inp.scale": Other("router.scale"),
-                "ffn_down_exps.scale": Other("router.per_expert_scale"),
-            },
-        ),
+        "gemma4": GEMMA4_MOE,
         "llama4": Architecture(
             "llama4_text",
             "Llama4ForCausalLM",
@@ -583,20 +378,7 @@ MIXTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
             fields=phimoe,
         ),
         "granitemoe": GRANITE_EXPERTS,
-        "nemotron_h_moe": NEMOTRON_H._replace(
-            modules={
-                **NEMOTRON_H.modules,
-                "ffn_gate_inp": "mixer.gate",
-                **{f"ffn_{one}_shexp": f"mixer.shared_experts.{one}_proj" for one in ("up", "down")},
-            },
-            experts={f"ffn_{one}_exps": f"mixer.experts.{{}}.{one}_proj" for one in ("up", "down")},
-            experts_field="n_routed_experts",
-            fields=nemotron_h_moe,
-            others={
-                **NEMOTRON_H.others,
-                "exp_probs_b.bias": Other("mixer.gate.e_score_correction_bias"),
-            },
-        ),
+        "nemotron_h_moe": NEMOTRON_H_MOE,
         "granitehybrid": GRANITE_HYBRID._replace(
             modules={**GRANITE_EXPERTS.modules, **space_modules("mamba")}, joined=GRANITE_EXPERTS.joined
         ),

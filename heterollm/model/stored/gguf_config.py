@@ -14,12 +14,8 @@ from msgspec import structs
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.fields import GGUF_FIELDS
-from heterollm.model.stored.gguf_architectures import (
-    ARCHITECTURES,
-    MIXTURES,
-    Architecture,
-    key_heads,
-)
+from heterollm.model.stored.gguf_architecture import Architecture, key_heads
+from heterollm.model.stored.gguf_architectures import ARCHITECTURES, MIXTURES
 from heterollm.model.stored.gguf_blocks import BlockType, block_type
 from heterollm.model.stored.gguf_delta import DECAY
 from heterollm.model.stored.gguf_family_fields import ROPE_BASE

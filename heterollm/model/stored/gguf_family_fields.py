@@ -6,21 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from statistics import NormalDist
 from typing import Any, Final
 
-from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.base import UnsupportedModelError
 from heterollm.model.stored.gguf_delta import read_delta_heads
 from heterollm.model.stored.gguf_file import GgufFile
-from heterollm.model.stored.gguf_rope import turning_part
 
 Fields = Mapping[str, Any]
 """Fields of ``config.json``."""
 
-GEMMA2_WINDOW: Final = 4096
-GEMMA2_SOFT_CAPS: Final = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-LARGEST_GEMMA2, LARGEST_GEMMA3 = 46, 62
-"""Layers of the largest Gemmas, whose attention llama.cpp scales by the share of a head in the width."""
 MELLUM_PERIOD: Final = 4
 GPT_OSS_PERIOD: Final = 2
 PERIOD: Final = 4
@@ -31,8 +25,6 @@ DELTA_PERIOD: Final = 4
 SOFTMAX: Final = 1
 """The function of the scores of experts, by llama.cpp's number."""
 ROPE_BASE: Final = 10000.0
-GEMMA3N_PERIOD, GEMMA3N_SOFT_CAP, GEMMA3N_OWN_KEYS = 5, 30.0, 20
-"""llama.cpp's numbers for Gemma 3n: layers of which one has no window, a cap, and layers with own keys."""
 MAVERICK_EXPERTS: Final = 128
 """Experts of the Llama 4 whose heads have no norms."""
 MOST_LAYERS: Final = 10_000
@@ -60,112 +52,7 @@ def two_ropes(file: GgufFile, config: Fields) -> Fields:
     base = config["rope_theta"]
     sliding = {"rope_type": "default", "rope_theta": file.own("rope.freq_base_swa", base)}
     full = {"rope_type": "default", "rope_theta": base, **(config.get("rope_scaling") or {})}
-    return {
-        "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
-        "rope_scaling": None,
-    }
-
-
-def gemma_scale(file: GgufFile, config: Fields, largest: int) -> Fields:
-    """Return the scale of a Gemma's scores."""
-    wide = config["num_hidden_layers"] == largest
-    head = file.count("embedding_length") // config["num_attention_heads"] if wide else config["head_dim"]
-    return {"query_pre_attn_scalar": head}
-
-
-def gemma2(file: GgufFile, config: Fields) -> Fields:
-    """Return Gemma 2's window, scale of scores and soft caps."""
-    return {
-        **gemma_scale(file, config, LARGEST_GEMMA2),
-        **{name: file.own(name, cap) or None for name, cap in GEMMA2_SOFT_CAPS.items()},
-        "sliding_window": file.own("attention.sliding_window", GEMMA2_WINDOW) or None,
-        **layer_types(file),
-    }
-
-
-def gemma3(file: GgufFile, config: Fields) -> Fields:
-    """Return Gemma 3's window, scale of scores, soft cap and second RoPE."""
-    window = file.own("attention.sliding_window") or None  # 0 in all layers: they see all positions
-    return {
-        **gemma_scale(file, config, LARGEST_GEMMA3),
-        "final_logit_softcapping": file.own("final_logit_softcapping") or None,
-        "rope_local_base_freq": file.own("rope.freq_base_swa", ROPE_BASE),
-        "sliding_window": window,
-        **(layer_types(file) if window else {}),
-    }
-
-
-def gemma3n(file: GgufFile, config: Fields) -> Fields:
-    """Return Gemma 3n's windows, RoPE, streams, sparsity by layer, shared keys and layers' embeddings."""
-    layers, widths = config["num_hidden_layers"], file.own("feed_forward_length")
-    inputs, laurel = (
-        file.entries.get(name) for name in ("per_layer_token_embd.weight", "blk.0.laurel_l.weight")
-    )
-    scales = file.own("activation_sparsity_scale")
-    if scales is not None and not (isinstance(scales, list) and all(type(one) is float for one in scales)):
-        raise CheckpointError(f"{file.path}: gemma3n.activation_sparsity_scale is no list of numbers.")
-    return {
-        **layer_types(file, GEMMA3N_PERIOD),
-        "intermediate_size": widths if isinstance(widths, list) else config["intermediate_size"],
-        "sliding_window": file.count("attention.sliding_window"),
-        "rope_local_base_freq": file.own("rope.freq_base_swa", ROPE_BASE),
-        "final_logit_softcapping": file.number("final_logit_softcapping", GEMMA3N_SOFT_CAP),
-        "num_kv_shared_layers": file.own("attention.shared_kv_layers", max(0, layers - GEMMA3N_OWN_KEYS)),
-        "altup_num_inputs": file.count("altup.num_inputs", default=4),
-        "hidden_size_per_layer_input": file.count("embedding_length_per_layer_input", default=256),
-        "vocab_size_per_layer_input": inputs.shape[0] if inputs else 0,
-        "laurel_rank": laurel.shape[0] if laurel else 0,
-        "activation_sparsity_pattern": None if scales is None else [NormalDist().cdf(one) for one in scales],
-    }
-
-
-def gemma4(file: GgufFile, config: Fields) -> Fields:
-    """Return Gemma 4's kinds of layers, their heads and RoPE, shared keys and layers' embeddings."""
-    kinds = layer_types(file).get("layer_types")
-    if not kinds:
-        raise CheckpointError(f"{file.path}: gemma4.attention.sliding_window_pattern is missing.")
-    first = {kind: kinds.index(kind) for kind in reversed(kinds)}
-    full, sliding = first.get("full_attention", 0), first.get("sliding_attention", 0)
-    heads, widths = file.own("attention.head_count_kv"), file.own("feed_forward_length")
-    if not isinstance(heads, list) or len(heads) < len(kinds):
-        heads = [config["num_key_value_heads"]] * len(kinds)
-    inputs = file.entries.get("per_layer_token_embd.weight")
-    return {
-        "layer_types": kinds,
-        "sliding_window": file.count("attention.sliding_window"),
-        "head_dim": file.count("attention.key_length_swa", "attention.key_length"),
-        "global_head_dim": config["head_dim"],
-        "num_key_value_heads": heads[sliding],
-        "num_global_key_value_heads": heads[full],
-        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.entries,
-        "num_kv_shared_layers": file.own("attention.shared_kv_layers") or 0,
-        "use_double_wide_mlp": isinstance(widths, list) and widths[-1] == 2 * widths[0],
-        "hidden_size_per_layer_input": file.own("embedding_length_per_layer_input") or 0,
-        "vocab_size_per_layer_input": inputs.shape[0] if inputs else 0,
-        "final_logit_softcapping": file.own("final_logit_softcapping") or None,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "partial_rotary_factor": turning_part(file),
-                "rope_theta": config["rope_theta"],
-            },
-            "sliding_attention": {
-                "rope_type": "default",
-                "rope_theta": file.own("rope.freq_base_swa", ROPE_BASE),
-            },
-        },
-    }
-
-
-def gemma4_moe(file: GgufFile, config: Fields) -> Fields:
-    """Return Gemma 4's fields, and the experts beside the network of each layer."""
-    return {
-        **gemma4(file, config),
-        **expert_width(file),
-        "enable_moe_block": True,
-        "top_k_experts": config["num_experts_per_tok"],
-        "num_experts_per_tok": None,
-    }
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}, "rope_scaling": None}
 
 
 def one_window(file: GgufFile, _config: Fields) -> Fields:
@@ -192,82 +79,6 @@ def granite_moe(file: GgufFile, config: Fields) -> Fields:
         "shared_intermediate_size": width,
     }
     return {**granite(file, config), **(shared if width else {})}
-
-
-def state_space(file: GgufFile) -> Fields:
-    """Return the sizes of state spaces."""
-    heads, inner = file.count("ssm.time_step_rank"), file.count("ssm.inner_size")
-    return {
-        "mamba_n_heads": heads,
-        "mamba_d_head": max(1, inner // heads),
-        "mamba_n_groups": file.count("ssm.group_count"),
-        "mamba_d_state": file.count("ssm.state_size"),
-        "mamba_d_conv": file.count("ssm.conv_kernel"),
-        "mamba_conv_bias": any(own.endswith(".ssm_conv1d.bias") for own in file.entries),
-    }
-
-
-def granite_hybrid(file: GgufFile, config: Fields) -> Fields:
-    """Return Granite's multipliers, the kinds of layers, their sizes, and whether attention has positions."""
-    width = file.own("expert_shared_feed_forward_length") or config["intermediate_size"]
-    heads = file.own("attention.head_count_kv")
-    layers = min(config["num_hidden_layers"], MOST_LAYERS)
-    counts = heads if isinstance(heads, list) else [heads] * layers
-    return {
-        **granite(file, config),
-        **state_space(file),
-        "mamba_expand": max(1, file.count("ssm.inner_size") // config["hidden_size"]),
-        "layer_types": ["full_attention" if count else "linear_attention" for count in counts],
-        "shared_intermediate_size": width,
-        "num_local_experts": config.get("num_local_experts", 0),
-        "position_embedding_type": "rope" if file.own("rope.scaling.finetuned", True) else None,
-    }
-
-
-def nemotron_h(file: GgufFile, config: Fields) -> Fields:
-    """Return the kinds of layers, and their sizes."""
-    spaces = {
-        "mamba_num_heads": "mamba_n_heads",
-        "mamba_head_dim": "mamba_d_head",
-        "n_groups": "mamba_n_groups",
-        "ssm_state_size": "mamba_d_state",
-        "conv_kernel": "mamba_d_conv",
-        "use_conv_bias": "mamba_conv_bias",
-    }
-    found = state_space(file)
-    layers = min(config["num_hidden_layers"], MOST_LAYERS)
-    return {
-        **{own: found[common] for own, common in spaces.items()},
-        "layers_block_type": [_nemotron_kind(file, layer) for layer in range(layers)],
-    }
-
-
-def falcon_h1(file: GgufFile, _config: Fields) -> Fields:
-    """Return the sizes of state spaces, whose output may have a norm, which comes first there."""
-    return {
-        **state_space(file),
-        "mamba_d_ssm": file.count("ssm.inner_size"),
-        "mamba_rms_norm": any(own.endswith(".ssm_norm.weight") for own in file.entries),
-        "mamba_norm_before_gate": False,
-    }
-
-
-def _nemotron_kind(file: GgufFile, layer: int) -> str:
-    """Return the kind of a layer, by the tensors that no other kind has."""
-    kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe"}
-    names = (kind for own, kind in kinds.items() if f"blk.{layer}.{own}.weight" in file.entries)
-    return next(names, "mlp")
-
-
-def nemotron_h_moe(file: GgufFile, config: Fields) -> Fields:
-    """Return the kinds of layers, and the widths and weights of experts."""
-    return {
-        **nemotron_h(file, config),
-        **expert_width(file),
-        "moe_shared_expert_intermediate_size": file.count("expert_shared_feed_forward_length"),
-        "norm_topk_prob": bool(file.own("expert_weights_norm", False)),
-        "routed_scaling_factor": file.number("expert_weights_scale", 0.0) or 1.0,
-    }
 
 
 def minicpm(file: GgufFile, config: Fields) -> Fields:
@@ -312,33 +123,6 @@ def expert_width(file: GgufFile) -> Fields:
     used, whole = file.count("expert_used_count"), file.own("feed_forward_length")
     width = whole // used if type(whole) is int else None
     return {"moe_intermediate_size": file.count("expert_feed_forward_length", default=width)}
-
-
-def lfm2_layers(file: GgufFile, config: Fields) -> Fields:
-    """Return which layers have attention, and the tokens that the convolutions of others span."""
-    heads = file.own("attention.head_count_kv")
-    layers = min(config["num_hidden_layers"], MOST_LAYERS)
-    counts = heads if isinstance(heads, list) else [heads] * layers
-    return {
-        "layer_types": ["full_attention" if count else "conv" for count in counts],
-        "conv_L_cache": file.count("shortconv.l_cache"),
-    }
-
-
-def lfm2(file: GgufFile, config: Fields) -> Fields:
-    """Return the kinds of layers; the width of networks is final."""
-    return {**lfm2_layers(file, config), "block_auto_adjust_ff_dim": False}
-
-
-def lfm2_moe(file: GgufFile, config: Fields) -> Fields:
-    """Return the kinds of layers, and which of them have experts."""
-    return {
-        **lfm2_layers(file, config),
-        **expert_width(file),
-        "norm_topk_prob": True,
-        "num_dense_layers": file.own("leading_dense_block_count") or 0,
-        "use_expert_bias": any(own.endswith(".exp_probs_b.bias") for own in file.entries),
-    }
 
 
 def ernie_moe(file: GgufFile, config: Fields) -> Fields:

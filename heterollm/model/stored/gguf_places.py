@@ -13,16 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import CheckpointError, UnsupportedModelError
-from heterollm.model.stored.gguf_architectures import Architecture, key_heads
+from heterollm.model.stored.gguf_architecture import Architecture, key_heads
 from heterollm.model.stored.gguf_delta import DECAY, delta_places, read_delta_heads
 from heterollm.model.stored.gguf_file import GgufFile, GgufPlace, GgufRows
-from heterollm.model.stored.gguf_names import (
-    LAYER_TENSOR,
-    LONE_EXPERT,
-    MODULES,
-    OTHERS,
-    TOP_MODULES,
-)
+from heterollm.model.stored.gguf_names import LAYER_TENSOR, LONE_EXPERT, MODULES, OTHERS, TOP_MODULES
 from heterollm.model.stored.gguf_rope import ROPE_TENSORS
 
 FUSED: Final = "attn_qkv"
