@@ -22,7 +22,7 @@ from .blocks import MixtureBlock as MixtureBlock
 from .blocks import ShortConvBlock as ShortConvBlock
 from .channel_file import ChannelFile as ChannelFile
 from .checkpoint import Checkpoint as Checkpoint
-from .checkpoint import checkpoint_folder as checkpoint_folder
+from .checkpoint_folder import checkpoint_folder as checkpoint_folder
 from .config import ModelConfig as ModelConfig
 from .convert import Conversion as Conversion
 from .convert import convert_model as convert_model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -13,15 +12,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, OptionError, file_digests, is_exported, silent
-from heterollm.data import BUNDLED_NAME, bundled_model
+from heterollm.base import CheckpointError, file_digests
 from heterollm.kernels.formats import QuantizedTensor, as_float32
 from heterollm.kernels.ops import WeightFormat
+from heterollm.model.checkpoint_folder import checkpoint_folder, no_checkpoint
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import experts_apart
 from heterollm.model.families import FAMILIES
 from heterollm.model.family import Mixture
-from heterollm.model.hub_names import is_ollama_name, parse_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import (
     embedding_name,
@@ -40,90 +38,25 @@ from heterollm.model.stored import (
     StoredTensors,
     TernaryLinears,
     canonical,
-    foreign_format,
-    gguf_folder,
-    is_gguf,
     open_gguf,
 )
 from heterollm.model.stored_formats import normalized_quantization
 from heterollm.model.tensor_file import TensorFile
+from heterollm.model.tensor_names import name_bare_part, name_tied_embedding, packed_weights, text_part
 from heterollm.model.wrappers import family_name, is_wrapped, text_names
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 """Supported types of weights."""
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROUNDED_INPUTS: Final = (
     "BitNet's linears read inputs as they are; transformers rounds those of each token to 8 bits, as "
     "precision w4a8 rounds those of each block."
 )
-BARE: Final = "model."
-"""The prefix that tensors of a model without a head lack."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 LISTED_NAMES = 3
-ALIKE = 0.85
-"""Likeness from which on a name is a misspelt one of the bundled model."""
 HASH_BYTES = 16 * 1024 * 1024
-
-
-def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
-    """Return the folder of a local checkpoint, of a GGUF file, of the bundled model, or of one from the hub.
-
-    Args:
-        name: A folder, a GGUF file, a hub name, or the name of the bundled model; a folder of that name comes
-            first.
-        weights: Whether to fetch all files, or only the model's configuration.
-
-    Raises:
-        OptionError: The name is empty or no text.
-        CheckpointError: There is no such folder, and the hub did not deliver it; or the file is damaged.
-        CacheError: The folder of a GGUF file cannot be written.
-    """
-    if not isinstance(name, str | Path) or not str(name):
-        raise OptionError(f"The model is {name!r}.", fix="Give a folder or a hub name.")
-    try:
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            return folder
-        if is_gguf(folder):
-            return gguf_folder(folder)
-        if folder.exists():
-            raise _no_checkpoint(folder, "is a file.", "Name the folder that holds config.json.")
-    except (OSError, RuntimeError) as error:  # too long, no permission, or the home of an unknown user
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"Cannot look for a checkpoint at {name!s:.200}: {reason}.") from error
-    if str(name) == BUNDLED_NAME:
-        return bundled_model()
-    if difflib.get_close_matches(str(name), (BUNDLED_NAME,), cutoff=ALIKE):
-        raise CheckpointError(f"There is no model {name}.", fix=f"Did you mean {BUNDLED_NAME}?")
-    named = parse_hub_name(str(name))
-    if named is None:
-        if is_ollama_name(str(name)):
-            raise CheckpointError(
-                f"{name} is a name of Ollama's library.",
-                fix="Take OWNER/NAME of the Hugging Face hub, or OWNER/NAME:Q4_K_M for a GGUF file.",
-            )
-        raise CheckpointError(
-            f"There is no folder {folder}.", fix="Name a checkpoint's folder, a GGUF file or a hub name."
-        )
-    # A folder needs no huggingface_hub.
-    from heterollm.model.hub import hub_folder, pull_model
-
-    if named.gguf is not None:
-        return gguf_folder(pull_model(named.name, named.gguf, silent))
-    return hub_folder(named.name, weights=weights)
-
-
-def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
-    """Return the error of a file, or of a folder without weights; it names another format found there."""
-    if is_exported(path):
-        return CheckpointError(
-            f"{path} is an exported model, which has no weights of a checkpoint.",
-            fix="Give the checkpoint that it was made from; `generate`, `chat` and `serve` take the folder.",
-        )
-    return foreign_format(path) or CheckpointError(f"{path} {lack}", fix=fix)
 
 
 class Checkpoint:
@@ -161,24 +94,33 @@ class Checkpoint:
         elif (self.folder / INDEX_FILE).is_file():
             self._add_shards()
         else:
-            raise _no_checkpoint(
+            raise no_checkpoint(
                 self.folder,
                 f"has neither {SINGLE_FILE} nor {INDEX_FILE}.",
                 "Only safetensors are read: convert other formats with transformers' save_pretrained.",
             )
         self._unread = 0
         if self._stored is None:
-            self._take_text_part()
-            self._name_bare_part()
-            family = FAMILIES.get(family_name(self._stated))
-            self._files = experts_apart(self._files, family)
-            self._name_tied_embedding()
-            self._add_packed(None if family is None else family.mixture)
+            self._name_tensors()
         self.adapter = None if lora is None else LoraAdapter(lora)
         if self.adapter is not None:
             integers = {name for name in self.adapter.factors if self._stored_kind(name)}
             self.adapter.check({name: self.shape(name) for name in self.names}, integers)
             self._hashed_paths += self.adapter.paths
+
+    def _name_tensors(self) -> None:
+        """Give the tensors of safetensors files their names in the model, and packed ones their readers."""
+        family, files = FAMILIES.get(family_name(self._stated)), self._files
+        if is_wrapped(self._stated):
+            files = text_part(files)
+            self._unread = len(self._files) - len(files)
+        files = experts_apart(name_bare_part(files, self.folder), family)
+        self._files = name_tied_embedding(files, self.folder)
+        mixture = None if family is None else family.mixture
+        packed = packed_weights(self._files, self.folder, mixture, self._stated.get("quantization_config"))
+        if packed is not None:
+            self._stored = packed
+            self._files = {name: file for name, file in self._files.items() if name not in packed.parts}
 
     @functools.cached_property
     def _stated(self) -> dict[str, Any]:
@@ -415,75 +357,6 @@ class Checkpoint:
             shards.setdefault(shard, []).append(name)
         for shard, names in sorted(shards.items()):
             self._add_file(shard, names)
-
-    def _take_text_part(self) -> None:
-        """Leave out tensors beside the text part, and give those of it their names in a model of text."""
-        if not is_wrapped(self._stated):
-            return
-        files, names = self._files, text_names(self._files)
-        self._unread = len(files) - len(names)
-        self._files = {}
-        for name, own in names.items():
-            file = files[name]
-            self._files[own] = dataclasses.replace(file, entries={own: file.entries[name]})
-
-    def _name_bare_part(self) -> None:
-        """Give the tensors of a model that was saved without its head their names in one with a head.
-
-        Models for embeddings have such files. They need no head: where it is not tied, the embedding stands
-        for it.
-        """
-        bare = EMBEDDING.removeprefix(BARE)
-        if bare not in self._files or EMBEDDING in self._files:
-            return
-        files, self._files = self._files, {}
-        for name, file in files.items():
-            self._files[BARE + name] = dataclasses.replace(file, entries={BARE + name: file.entries[name]})
-        if not ModelConfig.from_folder(self.folder).tie_word_embeddings:
-            entry = files[bare].entries[bare]
-            self._files[HEAD] = dataclasses.replace(files[bare], entries={HEAD: entry})
-
-    def _name_tied_embedding(self) -> None:
-        """Give an embedding that a file has under the name of the tied head alone its own name.
-
-        transformers loads such checkpoints too: it ties in either direction.
-        """
-        if HEAD not in self._files or EMBEDDING in self._files:
-            return
-        if (self.folder / "config.json").is_file() and ModelConfig.from_folder(
-            self.folder
-        ).tie_word_embeddings:
-            file = self._files.pop(HEAD)
-            entries = {**file.entries, EMBEDDING: file.entries[HEAD]}
-            self._files[EMBEDDING] = dataclasses.replace(file, entries=entries)
-
-    def _add_packed(self, mixture: Mixture | None) -> None:
-        """Replace packed tensors of linears, or of all experts, by the weights that they stand for."""
-        stated = self._stated.get("quantization_config")
-        tensors = {
-            name: PackedTensor(entry.dtype, entry.shape, entry.stop - entry.start)
-            for name, file in self._files.items()
-            for entry in [file.entries[name]]
-        }
-        files = dict(self._files)
-
-        def bits(name: str) -> NDArray[Any]:
-            return files[name].bits(name)
-
-        packed: StackedExperts | PackedLinears | TernaryLinears
-        if mixture is not None and (stacks := mixture.alternating or mixture.inputs_first):
-            turns = bool(mixture.alternating)
-            packed = StackedExperts(self.folder, tensors, bits, stacks, alternating=turns)
-        elif isinstance(stated, dict):
-            own = normalized_quantization(stated)
-            method = TernaryLinears if own["quant_method"] == "bitnet" else PackedLinears
-            packed = method(self.folder, tensors, bits, own)
-        else:
-            return
-        if packed.names:
-            self._stored = packed
-            parts = packed.parts
-            self._files = {name: file for name, file in files.items() if name not in parts}
 
     def _add_file(self, file_name: str, names: list[str] | None) -> None:
         """Add the given tensors of a file, or all."""

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, NamedTuple
 from heterollm.base import CheckpointError, UnsupportedModelError
 from heterollm.data import BUNDLED_NAME
 from heterollm.kernels.ops import Precision, Scales
-from heterollm.model.checkpoint import checkpoint_folder
+from heterollm.model.checkpoint_folder import checkpoint_folder
 from heterollm.model.closest import closest_config
 from heterollm.model.config import ModelConfig
 from heterollm.model.hub_names import is_hub_name

@@ -12,7 +12,7 @@ from heterollm.cli.other_words import (
     UNLIKE_OPTIONS,
     own_words,
 )
-from heterollm.model.checkpoint import checkpoint_folder
+from heterollm.model.checkpoint_folder import checkpoint_folder
 from heterollm.model.hub_names import HubName, parse_hub_name
 
 
