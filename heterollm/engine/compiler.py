@@ -282,6 +282,7 @@ class Compiler:
         outputs: list[Delta] = []
         lent: Delta | None = None
         first, written = 0, None
+        self._experts.weigh_tokens(builder, layer, stage, added)
         for number, (block, one, own) in enumerate(zip(stage.blocks, begun, norms, strict=True)):
             if number == 0 or own.norm != norms[number - 1].norm:
                 readers = (other for other, its in zip(begun, norms, strict=True) if its.norm == own.norm)
