@@ -26,7 +26,7 @@ from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.operators.gated_activation import exact_gated_activation
 from heterollm.llm import LLM
 from heterollm.model import ModelWeights
-from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, Plan, PlannedExperts
+from heterollm.solver import ChunkSchedule, ExpertGroup, ExpertsEntry, ExpertsPlacement, Plan, PlannedExperts
 
 CHUNK = 64
 CONTEXT = 256
@@ -276,6 +276,28 @@ def test_rows_past_the_tokens_of_an_expert_may_hold_anything(
     session.reset()
     llm.on_engine_thread(poison)
     np.testing.assert_array_equal(session.prefill(ids, all_logits=True), expected)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_chunks_in_flight_give_the_logits_of_one_after_the_other(
+    drops: bool,
+    load: Callable[..., LLM],
+    token_ids: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(CHECK_VARIABLE, "3")
+    ids, chunk = token_ids(120), 32
+    llm = load(SOME, ALL, drops=drops)
+    plan = structs.replace(llm.plan, chunk_length=chunk)
+    flown = structs.replace(plan, schedule=ChunkSchedule("out_of_order", 3, ()))
+    found, expected = (load(SOME, ALL, drops=drops, plan=own) for own in (flown, plan))
+    for length in (2 * chunk, 3 * chunk + 7):
+        logits = (one.session().prefill(ids[:length]) for one in (found, expected))
+        np.testing.assert_array_equal(*logits)
+    graphs = [step.lane for step in found.steps("prefill", 3 * chunk) if step.action == "graph"]
+    assert set(graphs) == {0, 1, 2}
+    counts = [one.on_engine_thread(lambda one=one: one._engine.expert_pairs) for one in (found, expected)]
+    assert counts[0] == counts[1]
 
 
 # -- order of the steps ----------------------------------------------------------------------------------
