@@ -172,7 +172,7 @@ def _assumed(result: SimulationResult) -> str:
         heads = (
             "all heads need as many keys and share one exponent"
             if request.head_imbalance is None
-            else f"seeded needs of heads, the largest {request.head_imbalance:g} times the mean one of a layer"
+            else f"seeded needs of heads, the largest {request.head_imbalance:g} times the mean of a layer"
         )
         words += f" Assumed: {heads}; they keep {request.attention.keep:.0%} of the keys in the mean."
         if not result.plan.technique(PlannedAttention).is_active:
