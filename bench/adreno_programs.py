@@ -55,7 +55,7 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.operators.attention import attend
 from heterollm.kernels.operators.delta_net import apply_delta_rule, convolve_inputs
-from heterollm.kernels.operators.experts import GpuExperts
+from heterollm.kernels.operators.experts import GpuExperts, weigh_tokens
 from heterollm.kernels.operators.gate_cutoff import find_cutoffs
 from heterollm.kernels.operators.gated_activation import TokenFactors, activate
 from heterollm.kernels.operators.latent import multiply_heads, turn
@@ -426,7 +426,10 @@ def _record_experts(runtime: ProgramRecorder, slot: SharedArray) -> None:
         experts.route(slot, ExpertLists.allocate(runtime, shape), shape=shape, bias=bias)
     shape = ExpertShape(Routing(128, 8), 64)
     lists = ExpertLists.allocate(runtime, shape)
-    taken, dropping = (TakenRows(slot, 64, slot, drops=drops) for drops in (False, True))
+    taken, dropping = (TakenRows(slot, 64, slot, saliency=own) for own in (None, slot))
+    runtime.label = "weigh_tokens f16"
+    output = Segments(slot, slot, (COLUMNS,), (0,))
+    weigh_tokens(experts, output, slot, tokens=shape.tokens)
     for name, own_rows in (("", None), (" taken", taken), (" dropped", dropping)):
         runtime.label = f"sort_pairs{name}"
         experts.sort(lists, shape=shape, taken=own_rows)

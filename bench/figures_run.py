@@ -38,7 +38,7 @@ DIGITS: Final = 3
 
 SAME: Final = (
     *("model", "soc", "plan_for", "in_flight", "sync", "head_bits", "every_form", "calibrated", "pruned"),
-    *("imbalance", "resolve", "gpu_share"),
+    *("imbalance", "head_imbalance", "resolve", "gpu_share"),
 )
 """Values that a row and its request have by the same names."""
 

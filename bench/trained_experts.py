@@ -12,6 +12,8 @@ and English prose, the paragraphs of Python's own language reference.
 that capacities would have had. `overflow` runs plans with all experts on the NPU at one capacity, or at those
 of NPUMoE's tiers, and takes the overflow from the device's counts and the perplexity from the logits. `bytes`
 adds up the weights that the steps of a decoded token read; of models that are only a name, by their shape.
+
+With `drop last` the last tokens of a chunk are dropped, not those with the least norm of attention's output.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 from accuracy import TEXTS
@@ -33,6 +37,8 @@ from perplexity import llm_surprises
 from heterollm.calibration import calibrate
 from heterollm.calibration.routing import RoutingCalibration, overlap
 from heterollm.engine import Step
+from heterollm.engine.blocks.mixture import MixtureEmitter
+from heterollm.engine.experts.slots import EXPERT_SALIENCY
 from heterollm.llm import LLM
 from heterollm.model import ModelShape, model_shape
 from heterollm.model.known import find_model
@@ -45,6 +51,8 @@ CALIBRATION_WINDOWS: Final = 16
 WINDOWS: Final = 8
 CAPACITIES: Final = (32, 64, 128, 256, 512)
 TIERS: Final = "tiers"
+DROP_LAST: Final = "drop last"
+"""A fate of the overflow beside those of the product."""
 MOST_POPULAR: Final = (1, 2, 3, 4)
 
 Row = dict[str, Any]
@@ -135,20 +143,39 @@ def overflow_rows(folder: Path, texts: Sequence[str], done: Container[Case]) -> 
         ids = tokenizer.encode(halves(name)[1], add_bos=False)
         windows = [ids[place : place + WINDOW] for place in range(0, WINDOWS * WINDOW, WINDOW)]
         for capacity in (0, *CAPACITIES, TIERS):
-            fates: tuple[Overflow, ...] = ("gpu", "drop") if capacity == TIERS else ("drop",)
-            for fate in fates:
+            for fate in _fates(capacity):
                 if (name, capacity, fate) in done:
                     continue
+                by_last = fate == DROP_LAST
+                own_fate: Overflow = "gpu" if fate == "gpu" else "drop"
                 entries = tuple(
-                    ExpertsEntry((1, WINDOW), (own.layer,) * 2, placement(own.loads(WINDOW), capacity, fate))
+                    ExpertsEntry(
+                        (1, WINDOW), (own.layer,) * 2, placement(own.loads(WINDOW), capacity, own_fate)
+                    )
                     for own in (routing if capacity else ())
                 )
-                found = _perplexity(folder, plan.with_technique(PlannedExperts(entries)), windows)
+                found = _perplexity(folder, plan.with_technique(PlannedExperts(entries)), windows, by_last)
                 yield {"kind": "overflow", "text": name, "capacity": capacity, "overflow": fate, **found}
 
 
-def _perplexity(folder: Path, plan: Plan, windows: Sequence[Sequence[int]]) -> Row:
-    with LLM.load(folder, device="host", plan=plan, context=WINDOW) as llm:
+def _fates(capacity: int | str) -> tuple[str, ...]:
+    """Return the fates of the overflow to compare; without experts on the NPU there is one."""
+    if not capacity:
+        return ("drop",)
+    return (*(("gpu",) if capacity == TIERS else ()), DROP_LAST, "drop")
+
+
+def _perplexity(folder: Path, plan: Plan, windows: Sequence[Sequence[int]], by_last: bool) -> Row:
+    """Return perplexity and shares under a plan; with ``by_last`` the last tokens are dropped."""
+    with ExitStack() as stack:
+        if by_last:
+            stack.enter_context(mock.patch.object(MixtureEmitter, "weigh_tokens"))
+        llm = stack.enter_context(LLM.load(folder, device="host", plan=plan, context=WINDOW))
+        if by_last:
+            places = np.arange(WINDOW, 0, -1, dtype=np.float32)
+            engine = llm._engine  # noqa: SLF001
+            slot = engine.private[EXPERT_SALIENCY].buffer
+            llm.on_engine_thread(lambda: engine.device.gpu.copy(slot, places))
         surprises = llm_surprises(llm, windows)
         counts = llm.on_engine_thread(lambda: llm._engine.expert_pairs)  # noqa: SLF001
     means = [float(one.mean()) for one in surprises]

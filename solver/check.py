@@ -50,11 +50,6 @@ def check_plan(
         flights = replace(plan.of_flights, techniques=())
         check_plan(flights, specs, npu, longest=longest, head_rows=head_rows, activation=activation)
     for record in plan.techniques:
-        if plan.schedule is not None and record.is_active:
-            raise PlanError(
-                f"{record.TITLE} and several chunks in flight are not combined.",
-                fix=f"Leave the plan's schedule or its {record.KEY} out.",
-            )
         record.check(PlanTarget(specs, npu, activation, heads or (0, 0)))
     _check_address_space(plan, specs, npu, head_rows)
     specs = [spec for spec in specs if spec.experts is None]

@@ -242,18 +242,27 @@ SLOW: Final = {"gpu.attention_tflops": 0.02}
 
 
 def _attention(
-    model: str, prompt: int, changed: Mapping[str, float], estimator: str | None, pipeline: str = "ordered"
+    model: str,
+    prompt: int,
+    changed: Mapping[str, float],
+    estimator: str | None,
+    pipeline: str = "ordered",
+    *,
+    keep_by: str = "mass",
+    buckets: int = 1,
+    imbalance: float | None = None,
 ) -> Row:
     asked: dict[str, Any] = {"techniques": [], "attention": None}
     if estimator is not None:
         attention = {
             "keep": 0.2,
-            "keep_by": "mass",
-            "buckets": 1,
+            "keep_by": keep_by,
+            "buckets": buckets,
             "estimator": estimator,
             "pipeline": pipeline,
         }
         asked = {"techniques": ["shadowattn"], "attention": attention}
+    asked["head_imbalance"] = imbalance
     file = "simulated_shadow_attention"
     return last(file, model=model, prompt_tokens=prompt, what_if=dict(changed), **asked)
 
@@ -300,6 +309,37 @@ def attention_steps() -> Lines:
         seconds = (f"{time_ms / 1e3:.2f}" for time_ms in times_ms)
         idle = f"{row['prefill']['npu_idle_fraction']:.0%}"
         yield f"{model}: {words}", *seconds, f"{row['prefill_joules']:.1f}", idle
+
+
+@table(
+    "shadow-attention",
+    "simulated heads",
+    "simulated, 4096 tokens, a tenth of the GPU, assumed heads | "
+    + " | ".join(f"{model}: prefill, s | attention, s | NPU idle" for model in QWENS[1:]),
+)
+def unequal_heads() -> Lines:
+    """Yield the paper's ablation with heads that differ."""
+    mapped = {"memory.fine_grained_svm": 0}
+    steps: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("all of it: fused as far as it pays, in order", {}),
+        ("no overlap: the GPU begins behind all graphs of a layer", {"more": mapped}),
+        ("a head a launch, in the order of heads", {"pipeline": "heads"}),
+        ("fused heads, in the order of heads", {"pipeline": "fused"}),
+        ("nine buckets of scales", {"buckets": 9}),
+        ("one ratio", {"keep_by": "uniform"}),
+        ("ratios by importance", {"keep_by": "importance"}),
+        ("imbalance 4: all of it", {"imbalance": 4.0}),
+        ("imbalance 4: a head a launch, in the order of heads", {"imbalance": 4.0, "pipeline": "heads"}),
+    )
+    for words, asked in steps:
+        options = {"imbalance": 2.0, **asked}
+        changed = {**SLOW, **options.pop("more", {})}
+        cells = [words]
+        for model in QWENS[1:]:
+            row = _attention(model, 4096, changed, "npu", **options)
+            cells += [f"{one / 1e3:.2f}" for one in (row["ttft_ms"], row["prefill"]["attention_ms"])]
+            cells.append(f"{row['prefill']['npu_idle_fraction']:.0%}")
+        yield cells
 
 
 # -- NPUMoE --------------------------------------------------------------------------------------------

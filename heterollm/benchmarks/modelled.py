@@ -36,6 +36,7 @@ def modelled_row(
         "attention": msgspec.to_builtins(request.attention) if SHADOW_ATTENTION in names else None,
         "overflow": request.experts.overflow if NPU_EXPERTS in names else None,
         "imbalance": request.imbalance,
+        "head_imbalance": request.head_imbalance,
         "pruned": request.pruned,
         "outlier_share": request.outlier_share,
     }

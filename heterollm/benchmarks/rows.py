@@ -186,6 +186,7 @@ class Modelled(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     attention: dict[str, Any] | None = None
     overflow: str | None = None
     imbalance: Amount | None = None
+    head_imbalance: Amount | None = None
     pruned: Amount
     outlier_share: Amount | None = None
     lanes: Count | None = None

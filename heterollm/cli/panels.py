@@ -22,7 +22,7 @@ PANELS: Final[Mapping[str, str]] = {
     "gpu_load what_if every_form",
     "Plan": "plan plan_for length_policy in_flight techniques keep keep_by score_buckets estimator overflow "
     "speculative guesses forbid gpu_share npu_gib energy_weight histogram build_budget pruned "
-    "outlier_share imbalance head_pipeline",
+    "outlier_share imbalance head_imbalance head_pipeline",
 }
 """Options by panel, in the order of the help; others follow under "Options"."""
 

@@ -193,6 +193,12 @@ class ModellingOptions:
             help="Of a mixture of experts: assumed largest load of an expert over the mean one; by default 2."
         ),
     ] = None
+    head_imbalance: Annotated[
+        float | None,
+        typer.Option(
+            help="With shadowattn: assumed largest need of keys of a head over the mean; by default 1."
+        ),
+    ] = None
     head_pipeline: Annotated[
         Literal["heads", "fused", "ordered"],
         typer.Option(help="With shadowattn: a launch for each key head, fused heads, or these in order."),
@@ -282,6 +288,7 @@ def _requests(
         attention=attention.request(pipeline=modelling.head_pipeline),
         experts=ExpertsRequest(modelling.overflow),
         imbalance=modelling.imbalance,
+        head_imbalance=modelling.head_imbalance,
         numerics=modelling.numerics,
         trace=trace,
     )

@@ -225,19 +225,19 @@ class Compiler:
         steps = self._finished(builder, f"{phase} of {tokens}")
         return CompiledPass.of(steps, delta, lane.number, builder.names)
 
-    def compile_flight(self, lengths: Sequence[int], position: int, keys: int) -> CompiledPass:
+    def compile_flight(self, lengths: Sequence[int], position: int, keys: Sequence[int]) -> CompiledPass:
         """Return the steps of several chunks of a prompt at once, in the order of the plan's schedule.
 
         Args:
             lengths: Tokens of each chunk.
             position: Position of the first chunk.
-            keys: As for :meth:`compile_pass`.
+            keys: Of each chunk, as for :meth:`compile_pass`.
         """
         schedule = self._plan.schedule
         assert schedule is not None  # the plan has lanes
         chunks, first, names = [], position, dict[DeviceMemory, Buffer]()
-        for lane, tokens in zip(self.lanes, lengths, strict=False):
-            builder = self._begin("prefill", tokens, keys, lane=lane, plan=self._flight_plan)
+        for lane, tokens, seen in zip(self.lanes, lengths, keys, strict=False):
+            builder = self._begin("prefill", tokens, seen, lane=lane, plan=self._flight_plan)
             delta = self._layers(builder)
             chunks.append(Chunk(tokens, first, builder.steps))
             names |= builder.names
@@ -282,6 +282,7 @@ class Compiler:
         outputs: list[Delta] = []
         lent: Delta | None = None
         first, written = 0, None
+        self._experts.weigh_tokens(builder, layer, stage, added)
         for number, (block, one, own) in enumerate(zip(stage.blocks, begun, norms, strict=True)):
             if number == 0 or own.norm != norms[number - 1].norm:
                 readers = (other for other, its in zip(begun, norms, strict=True) if its.norm == own.norm)

@@ -31,8 +31,11 @@ class Chunk(NamedTuple):
 _Key: TypeAlias = tuple[int, Group]
 
 ATTENTION: Final = "attention"
+SCORE_CODES, SELECTION = "score codes", "selection"
+"""Operators of sparse attention: the first, which reads the keys of earlier chunks, and one behind graphs."""
+
 ORDERED: Final = (
-    *(ATTENTION, "short convolution", "delta convolution", "delta rule"),
+    *(ATTENTION, SCORE_CODES, "short convolution", "delta convolution", "delta rule"),
     *("state convolution", "selective scan"),
 )
 """Operators that need the state behind earlier chunks."""
@@ -136,27 +139,32 @@ def _emitted(
 def _cut(steps: Sequence[Step], groups: Collection[str]) -> list[_Piece]:
     pieces = [_Piece("gpu", [])]
     shard, met = False, set()
-    marked = False
+    marked, ran, attended = False, False, -1
     for step in steps:
         last = len(pieces) - 1
+        # Sparse attention reads the cache from its codes on. The GPU takes up each of its graphs.
+        attends = step.operator in (ATTENTION, SCORE_CODES)
+        ordered = step.operator in ORDERED and not (attends and step.layer == attended)
+        follows = step.operator in (SELECTION, ATTENTION) and step.layer == attended
         if pieces[last].processor == "npu":
-            if step.action == "kernel" and pieces[last].computes:
+            if step.action == "kernel" and ran and not follows:
                 pieces.append(_Piece("gpu", [last, last - 1]))
-                shard = False
+                shard = ran = False
         elif step.action == "wait":
             # The GPU's shard, if it has a piece of its own, does not delay the NPU.
             pieces.append(_Piece("npu", [last - shard]))
         elif marked and step.action == "kernel":
             pieces.append(_Piece("gpu", [last]))
             shard = True
-        elif step.operator in ORDERED and pieces[last].steps:
+        elif ordered and pieces[last].steps:
             pieces.append(_Piece("gpu", [last]))
-        marked = step.action == "mark"
+        marked, ran = step.action == "mark", ran or step.action == "graph"
         piece = pieces[-1]
         piece.steps.append(step)
-        if step.operator in ORDERED:
+        if ordered:
             assert step.layer is not None
-            piece.ordered = step.layer, step.operator
+            piece.ordered = step.layer, ATTENTION if attends else step.operator
+            attended = step.layer if attends else attended
         if step.operator in groups:
             key = -1 if step.layer is None else step.layer, step.operator
             if key not in met:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ KEPT_PASSES: Final = 32
 PassLength: TypeAlias = "int | tuple[int, ...]"
 """Tokens of a pass, or of each of several chunks at once."""
 
-PassKey: TypeAlias = tuple[Phase, PassLength, int]
+PassKey: TypeAlias = tuple[Phase, PassLength, PassLength]
 """Phase, tokens and keys of a pass."""
 
 HeadKey: TypeAlias = tuple[Phase, int, tuple[DeviceMemory, tuple[int, ...], Join], int, bool, bool]
@@ -63,14 +64,15 @@ class KeptPasses:
     def find(self, phase: Phase, length: PassLength, position: int) -> CompiledPass:
         """Return a pass of a length, or of several chunks at once."""
         with during(self._observer, "bind"):
-            tokens = length if isinstance(length, int) else sum(length)
-            keys = self.keys(phase, position + tokens)
-            key = (phase, length, keys)
+            lengths = (length,) if isinstance(length, int) else length
+            ends = itertools.accumulate(lengths, initial=position)
+            keys = tuple(self.keys(phase, end) for end in itertools.islice(ends, 1, None))
+            key = (phase, length, keys[0] if isinstance(length, int) else keys)
             compiled = self.compiled.get(key)
             if compiled is None:
-                with self._preparing(), compiling(phase, tokens):
+                with self._preparing(), compiling(phase, sum(lengths)):
                     if isinstance(length, int):
-                        compiled = self._compiler.compile_pass(phase, length, keys)
+                        compiled = self._compiler.compile_pass(phase, length, keys[0])
                     else:
                         compiled = self._compiler.compile_flight(length, position, keys)
                 self.compiled[key] = self._taken(compiled)

@@ -294,7 +294,9 @@ class Engine:
                     self._flight(cache, position, ids, flight, beside)
                     continue
                 except NPU_FAILURES as error:
-                    self._fall_back(error, position + flight[0][0])
+                    if self._begins_again(cache, position, flight[0][0], error):
+                        yield from self.prefill_in_turns(cache, position, ids, phase, target, wanted)
+                        return
             for first, length in flight:
                 tokens = ids[first : first + length]
                 rows = None if target is None else target[first : first + length]
@@ -303,13 +305,16 @@ class Engine:
                 try:
                     yield from self._chunk(cache, position + first, tokens, phase, rows, last, within, beside)
                 except NPU_FAILURES as error:
-                    changed = self.plan.changes_values
-                    if first and phase == "prefill" and changed and cache.can_truncate(position):
-                        self._fall_back(error, position)
+                    if self._begins_again(cache, position, first if phase == "prefill" else 0, error):
                         yield from self.prefill_in_turns(cache, position, ids, phase, target, wanted)
                         return
-                    self._fall_back(error, position + first)
                     yield from self._chunk(cache, position + first, tokens, phase, rows, last, within)
+
+    def _begins_again(self, cache: SessionState, position: int, first: int, error: Exception) -> bool:
+        """Leave the NPU at token ``first`` of a prompt, and return whether the GPU computes all again."""
+        again = first > 0 and self.plan.changes_values and cache.can_truncate(position)
+        self._fall_back(error, position if again else position + first)
+        return again
 
     def decode(self, cache: SessionState, position: int, token: int) -> None:
         """Run one token and leave its logits in :attr:`last_logits`; errors as for :meth:`prefill`."""

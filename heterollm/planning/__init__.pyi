@@ -37,6 +37,7 @@ from .speculation import predicted_pass_s as predicted_pass_s
 from .techniques.experts import expert_loads as expert_loads
 from .techniques.experts import npu_bytes_left as npu_bytes_left
 from .techniques.experts import suitable_mixtures as suitable_mixtures
+from .techniques.sparse_attention import ALIKE as ALIKE
 from .techniques.sparse_attention import assumed_heads as assumed_heads
 from .techniques.sparse_attention import dense_prompt_notes as dense_prompt_notes
 from .unused_options import check_source_effects as check_source_effects

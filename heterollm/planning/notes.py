@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from heterollm.base import format_moment
 from heterollm.kernels.ops import PARTS
-from heterollm.planning.techniques.llm_npu import request_of_solver
 from heterollm.planning.techniques.registry import technique_notes
 from heterollm.solver import Plan, PlanRequest
 
@@ -19,10 +18,6 @@ if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
     from heterollm.profiler.records import Profile
 
-IN_ORDER: Final = (
-    "Chunks of prompts run one after the other: neither sparse attention nor experts on the NPU are combined "
-    "with several at once."
-)
 
 NAMED: Final = 2
 """Disturbed points that a note names."""
@@ -63,8 +58,6 @@ def _notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> Iterator[_
         on_npu |= {part for group in on_npu for part in PARTS.get(group, ())}
         claim = "The GPU computes them." if plan.uses_npu else "The GPU computes everything."
         yield _Note(f"{error.message} {claim} {error.fix}", not lacking & on_npu)
-    several = request.in_flight != 1 or request_of_solver(request).in_flight != request.in_flight
-    yield _Note(IN_ORDER, several and request_of_solver(request).in_flight == 1 and plan.schedule is None)
     for text in technique_notes(model, plan, request):
         yield _Note(text, True)
 

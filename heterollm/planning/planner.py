@@ -207,15 +207,13 @@ def _fitting(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Ca
 
 def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]) -> Plan:
     best, prompts = best_strategy(model.profile), _prompts(model, request)
-    if LLM_NPU not in request.techniques or model.limits is None:
-        plan = _solved(model, request_of_solver(request), solver, prompts)
-    else:
-        plan = llm_npu_plan(model, request, prompts, solver.budget)
-        if request.level != "auto":
-            solved = _solved(model, request_of_solver(request), solver, prompts)
-            fits = model.fits(plan, solver.budget)
-            plan = faster_plan(model, solved, plan, prompts) if fits else solved
-    plan, level = add(plan), plan.level
+    asked = request_of_solver(request)
+    base = _base(model, asked, solver, prompts)
+    plan, level = add(base), base.level
+    if plan.schedule is not None and any(record.is_active for record in plan.techniques):
+        # Techniques may take the time that other chunks were to fill.
+        one_by_one = add(_base(model, structs.replace(asked, in_flight=1), solver, prompts))
+        plan = faster_plan(model, one_by_one, plan, prompts)
     if request.level == "auto":
         plan = _candidates(model, request, plan, solver)[0][1].plan
         level = "tensor" if plan.level in ("block", "fused") and not plan.has_ffn else plan.level
@@ -229,6 +227,18 @@ def _solve(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Call
         shape=model_shape(model.every_spec),
         threads=model.threads,
     )
+
+
+def _base(model: ProfiledModel, request: PlanRequest, solver: Solver, prompts: Mapping[int, float]) -> Plan:
+    """Return the plan that attention and experts are added to."""
+    if LLM_NPU not in request.techniques or model.limits is None:
+        return _solved(model, request, solver, prompts)
+    plan = llm_npu_plan(model, request, prompts, solver.budget)
+    if request.level == "auto":
+        return plan
+    solved = _solved(model, request, solver, prompts)
+    fits = model.fits(plan, solver.budget)
+    return faster_plan(model, solved, plan, prompts) if fits else solved
 
 
 def _solved(model: ProfiledModel, request: PlanRequest, solver: Solver, prompts: Mapping[int, float]) -> Plan:

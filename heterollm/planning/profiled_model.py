@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from msgspec import structs
+
 from heterollm.base import ProfileError
 from heterollm.kernels.devices import shares_cores
 from heterollm.kernels.npu import fits_domains
@@ -208,9 +210,20 @@ class ProfiledModel:
         if last is None or body is None:
             return None
         lengths = [length for _, length in chunks]
+        more_us = sum(self._technique_us(plan, tokens, first) for first, tokens in chunks)
         flown = predict_prompt(plan.schedule, lengths, kind_counts(self.specs), position=position)
         head_us, head_npu_us = last.time_us - body.time_us, last.head.option.npu_us if last.head else 0.0
-        return PredictedPrompt(flown.time_us + head_us, flown.npu_idle_us + head_us - head_npu_us)
+        time_us = flown.time_us + head_us + more_us
+        return PredictedPrompt(time_us, max(0.0, flown.npu_idle_us + head_us - head_npu_us + more_us))
+
+    def _technique_us(self, plan: Plan, tokens: int, position: int) -> float:
+        """Return the time that techniques add to a chunk, as if nothing of it ran beside other chunks."""
+        if not any(record.is_active for record in plan.techniques):
+            return 0.0
+        plain = structs.replace(plan, techniques=())
+        found = [self.predict(one, "prefill", tokens, position=position) for one in (plan, plain)]
+        added, before = (0.0 if one is None else one.time_us for one in found)
+        return added - before
 
     def npu_us(self, spec: OpSpec, lengths: tuple[int, ...]) -> float:
         """Return the predicted time of a whole group on the NPU in graphs of these lengths, one by one."""

@@ -169,10 +169,12 @@ def _assumed(result: SimulationResult) -> str:
     request = result.request
     words = f"Technique {', '.join(request.techniques)}."
     if SHADOW_ATTENTION in request.techniques:
-        words += (
-            f" Assumed: all heads need as many keys, keep {request.attention.keep:.0%} of them in the "
-            "mean, and share one exponent."
+        heads = (
+            "all heads need as many keys and share one exponent"
+            if request.head_imbalance is None
+            else f"seeded needs of heads, the largest {request.head_imbalance:g} times the mean of a layer"
         )
+        words += f" Assumed: {heads}; they keep {request.attention.keep:.0%} of the keys in the mean."
         if not result.plan.technique(PlannedAttention).is_active:
             words += " Attention stays dense: sparse attention pays at no length."
     if LLM_NPU not in request.techniques:

@@ -50,6 +50,12 @@ CASE_EFFECTS: Final = (
         "Leave out --numerics",
     ),
     Effect(
+        "head_imbalance",
+        lambda facts: SHADOW_ATTENTION in facts["techniques"],
+        f"only the technique {SHADOW_ATTENTION} tells heads apart",
+        f"Add --technique {SHADOW_ATTENTION}",
+    ),
+    Effect(
         "calibrated every_form in_flight",
         lambda facts: facts["plan"] != "gpu",
         "level gpu has no NPU graphs",

@@ -10,7 +10,7 @@ from heterollm.kernels.device import Device
 from heterollm.kernels.npu import TILE_OF_INTEGERS
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.model import ModelConfig
-from heterollm.planning import PlanInputs, assumed_heads, choose_context, suitable_mixtures
+from heterollm.planning import ALIKE, PlanInputs, assumed_heads, choose_context, suitable_mixtures
 from heterollm.simulate.profile import profile_of
 from heterollm.simulate.request import SYNC_CHOICES
 from heterollm.simulate.routing import IMBALANCE, AssumedRouting
@@ -70,7 +70,9 @@ def inputs_of_simulation(
     elif routing is not None and request.plan_for == "prompt":
         # Only a plan for all lengths needs capacities for the longest chunk.
         longest = request.prompt
-    heads = assumed_heads(config, request.attention) if SHADOW_ATTENTION in request.techniques else None
+    heads = None
+    if SHADOW_ATTENTION in request.techniques:
+        heads = assumed_heads(config, request.attention, request.head_imbalance or ALIKE)
     evidence = {"attention": heads, "experts": routing}
     return PlanInputs(
         config,

@@ -83,6 +83,8 @@ class SimulationRequest:
         experts: Options of ``npumoe``.
         imbalance: Of a mixture, the assumed largest load of an expert over the mean one; None for
             :data:`heterollm.simulate.routing.IMBALANCE`.
+        head_imbalance: With ``shadowattn``, the assumed largest need of keys of a query head over the mean
+            one of its layer; None for heads that are alike.
         pruned: Assumed share of the layers whose outliers llm.npu prunes; the paper's default.
         outlier_share: Assumed share of an operator's input channels that have outliers in a pass; all of them
             count as hot.
@@ -111,6 +113,7 @@ class SimulationRequest:
     attention: AttentionRequest = field(default_factory=AttentionRequest)
     experts: ExpertsRequest = field(default_factory=ExpertsRequest)
     imbalance: float | None = None
+    head_imbalance: float | None = None
     pruned: float = 0.85
     outlier_share: float = OUTLIER_SHARE
 

@@ -68,7 +68,9 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True)
 class TakenRows:
-    """The rows of a layer that another processor takes: some of the first ones of each of its experts.
+    """The rows of a layer that another processor takes: some of those of each of its experts.
+
+    They are the first ones, or with a saliency those of the tokens of the largest.
 
     Args:
         table: int32 ``[experts, 2]``: for each expert the most rows that it takes, and the place of the first
@@ -76,23 +78,26 @@ class TakenRows:
         rows: The rows of all its experts together.
         counts: uint32, the counts of all layers, to which each pass adds (:data:`COUNTED_PAIRS`).
         place: First count of the layer.
-        drops: Whether nobody computes further rows of its experts; else the GPU does.
+        saliency: float32 ``[tokens]``, a saliency of each token of at least 0. Then nobody computes further
+            rows of its experts; without it the GPU does.
     """
 
     table: DeviceMemory
     rows: int
     counts: DeviceMemory
     place: int = 0
-    drops: bool = False
+    saliency: DeviceMemory | None = None
 
     def require(self, shape: ExpertShape) -> None:
         """Refuse memory that is too small.
 
         Raises:
-            KernelError: The table or the counts are too small.
+            KernelError: The table, the counts or the saliencies are too small.
         """
         self.table.require(8 * shape.routing.experts, "rows that another processor takes")
         self.counts.require(4 * (self.place + COUNTED_PAIRS), "counts of pairs")
+        if self.saliency is not None:
+            self.saliency.require(4 * shape.tokens, "saliency of tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,7 @@ class ExpertLists:
     Args:
         chosen: int32 ``[tokens, chosen]``: experts of each token, those of the largest scores first.
         weights: float32 ``[tokens, chosen]``.
-        source: int32 ``[pairs]``: token of each position; -1 of one that the GPU does not compute.
+        source: int32 ``[pairs]``: token of each position; below 0 of one that the GPU does not compute.
         position: int32 ``[pairs]``: position of each pair, counted over tokens, then choices. A pair that
             another processor takes has ``-1 - row`` instead, its row among that processor's; a dropped one
             has the least int32.

@@ -8,6 +8,7 @@ from .delta_net import convolve_inputs as convolve_inputs
 from .embedding import add_positions as add_positions
 from .endings import wrong_ending as wrong_ending
 from .experts import GpuExperts as GpuExperts
+from .experts import weigh_tokens as weigh_tokens
 from .gate_cutoff import find_cutoffs as find_cutoffs
 from .gated_activation import ExpertBiases as ExpertBiases
 from .gated_activation import TokenFactors as TokenFactors

@@ -37,10 +37,10 @@ from heterollm.kernels.gpu import (
 from heterollm.kernels.operators.data import Data
 from heterollm.kernels.operators.gated_activation import ExpertBiases, activate, exact_gated_activation
 from heterollm.kernels.operators.operator import Exact, OperatorCheck, StepCategory, Values
-from heterollm.kernels.ops import GateClip, Routing, Scoring, WeightFormat
+from heterollm.kernels.ops import GateClip, Join, Routing, Scoring, WeightFormat
 
 STEPS: Final[Mapping[str, StepCategory]] = dict.fromkeys(
-    ("routing", "order of experts", "gathering of rows", "sum of experts"), "other"
+    ("saliency", "routing", "order of experts", "gathering of rows", "sum of experts"), "other"
 )
 
 FILES: Final = ("experts.cl",)
@@ -105,6 +105,9 @@ class GpuExperts(GlueKernels):
     def sort(self, lists: ExpertLists, *, shape: ExpertShape, taken: TakenRows | None = None) -> Launch:
         """Return the launch that orders the pairs by expert, those of one expert by token.
 
+        Where tokens have a saliency, and an expert more of them than rows, those of the least saliency have
+        none; of equal ones the last.
+
         Args:
             lists: The choices, and the target of the order.
             shape: OperatorSizes of the pass.
@@ -120,6 +123,7 @@ class GpuExperts(GlueKernels):
             *(lists.chosen, lists.source, lists.position, lists.places),
             *map(np.int32, (shape.pairs, shape.places)),
             *(() if taken is None else (taken.table, taken.counts, np.int32(taken.place))),
+            *(() if taken is None or taken.saliency is None else (taken.saliency,)),
         )
         work = functools.partial(pointwise_work, shape.pairs, 4, 8, 8)
         return self.runtime.launch(kernel, arguments, (items,), (items,), "order of experts", work=work)
@@ -277,6 +281,29 @@ class GpuExperts(GlueKernels):
         return {"EXPERTS": shape.routing.experts, "CHOSEN": shape.routing.chosen}
 
 
+def weigh_tokens(
+    on: GlueKernels, output: Segments, saliency: DeviceMemory, *, tokens: int, bias: Argument = None
+) -> Launch:
+    """Return the launch of the saliency of tokens: the squared norm of each row.
+
+    Args:
+        on: The device's kernels.
+        output: Output of the attention's last linear, one member.
+        saliency: float32 ``[tokens]``.
+        tokens: Rows.
+        bias: float32 of that linear, which the norm includes, or None.
+    """
+    (columns,), (split,) = output.rows, output.splits
+    saliency.require(4 * tokens, "saliency of tokens")
+    options: dict[str, Any] = {"widths": (columns, split), "segments": output}
+    kernel, _, items = on.kernel(FILES, "weigh_tokens", lambda _: {"SALIENCY": 1}, **options)
+    # Absent memory is never read, but OpenCL needs a valid argument.
+    memory = (output.a, output.b, saliency if bias is None else bias, saliency)
+    arguments = (*memory, *map(np.int32, (split, columns, bias is not None)))
+    work = functools.partial(pointwise_work, tokens * columns, 2, on.item_bytes * output.reads, 0)
+    return on.runtime.launch(kernel, arguments, (tokens * items,), (items,), "saliency", work=work)
+
+
 def _weighs(shape: ExpertShape, weighs: bool) -> Defines:
     if weighs and shape.routing.chosen != 1:
         raise KernelError(
@@ -286,7 +313,7 @@ def _weighs(shape: ExpertShape, weighs: bool) -> Defines:
 
 
 def _drops(taken: TakenRows | None) -> Defines:
-    return {"DROPS": 1} if taken is not None and taken.drops else {}
+    return {"DROPS": 1} if taken is not None and taken.saliency is not None else {}
 
 
 def _units(row_bytes: Sequence[int], unit_bytes: int, label: str) -> list[np.int32]:
@@ -373,12 +400,33 @@ class MixtureCase:
         return {"sum": exact}
 
 
+@dataclass(frozen=True, slots=True)
+class SaliencyCase:
+    """Saliency of tokens, of an output in two segments at ``split``, with or without a bias."""
+
+    tokens: int
+    hidden: int
+    split: int
+    join: Join = "concatenate"
+    biased: bool = False
+
+    def launches(self, on: GlueKernels, data: Data) -> tuple[Launch]:
+        output = data.linear(self.tokens, (self.hidden,), (self.split,), self.join)
+        bias = data.floats("bias", self.hidden) if self.biased else None
+        saliency = data.output("saliency", self.tokens, dtype=np.float32)
+        return (weigh_tokens(on, output, saliency, tokens=self.tokens, bias=bias),)
+
+    def exact(self, data: Values) -> Exact:
+        return {"saliency": np.square(data["linear"] + data.get("bias", 0.0)).sum(axis=1)}
+
+
 _CLIPPED: Final = MixtureCase(Routing(8, 2), 33, clip=GateClip(0.7, 1.702))
 CHECKS: Final = tuple(
-    OperatorCheck("mixture of experts", f"{title}, 2 of 8 experts", case, "sum")
-    for title, case in (
-        ("1 token", MixtureCase(Routing(8, 2), 1)),
-        ("33 tokens", MixtureCase(Routing(8, 2), 33)),
-        ("33 tokens, clipped, biases", _CLIPPED),
+    OperatorCheck("mixture of experts", title, case, output)
+    for title, case, output in (
+        ("1 token, 2 of 8 experts", MixtureCase(Routing(8, 2), 1), "sum"),
+        ("33 tokens, 2 of 8 experts", MixtureCase(Routing(8, 2), 33), "sum"),
+        ("33 tokens, clipped, biases, 2 of 8 experts", _CLIPPED, "sum"),
+        ("saliency of 5 tokens", SaliencyCase(5, 160, 64), "saliency"),
     )
 )

@@ -73,7 +73,8 @@ class ExpertsPlacement(Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 DROPS: Final = (
-    "Tokens beyond an expert's capacity are dropped, which changes results; --overflow gpu computes them."
+    "Tokens beyond an expert's capacity, those with the least norm of attention's output, are dropped, which "
+    "changes results; --overflow gpu computes them."
 )
 
 EXPERTS_ON_GPU: Final = ExpertsPlacement()

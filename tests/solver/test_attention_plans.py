@@ -9,7 +9,6 @@ from msgspec import structs
 from heterollm.base import PlanError
 from heterollm.kernels.npu import TILE_OF_INTEGERS
 from heterollm.solver import (
-    ChunkSchedule,
     Plan,
     PlannedAttention,
     SparseAttention,
@@ -98,13 +97,10 @@ def test_sparse_attention_of_another_model_is_refused(plan, made, changes, messa
         check(edited, made)
 
 
-def test_layers_beyond_the_model_and_chunks_in_flight_are_refused(plan, made):
+def test_layers_beyond_the_model_are_refused(plan, made):
     last = max(spec.layer for spec in made.model())
     with pytest.raises(PlanError, match=f"layer {last} is the last"):
         check(plan.with_technique(PlannedAttention((entry(layers=(0, last + 1)),))), made)
-    flown = structs.replace(plan, schedule=ChunkSchedule("in_order", 2, ()))
-    with pytest.raises(PlanError, match="are not combined"):
-        check(flown, made)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from heterollm.model import ModelConfig, expert_specs, op_specs
 from heterollm.solver import (
     EXPERTS_ON_GPU,
     TECHNIQUES,
-    ChunkSchedule,
     ExpertGroup,
     ExpertsEntry,
     ExpertsPlacement,
@@ -186,12 +185,6 @@ def test_a_group_of_another_form_is_not_read(changes, message):
 def test_entries_that_cannot_be_are_refused(changes, message, npu):
     with pytest.raises(PlanError, match=message):
         check(Plan.from_json(plan_of(entry(([1], 64), **changes)).to_json()), npu)
-
-
-def test_experts_are_not_combined_with_chunks_in_flight(npu):
-    schedule = ChunkSchedule("in_order", 2, ())
-    with pytest.raises(PlanError, match="several chunks in flight are not combined"):
-        check(plan_of(entry(([1], 64)), schedule=schedule), npu)
 
 
 def test_experts_of_a_dense_model_are_refused(npu):

@@ -17,7 +17,7 @@ from heterollm.engine.builder import PassBuilder
 from heterollm.engine.experts.residency import ExpertBudget, ExpertResidency
 from heterollm.engine.experts.shares import SharedExperts
 from heterollm.engine.lanes import Lane
-from heterollm.engine.placed import Begun, Delta, codes_of
+from heterollm.engine.placed import Begun, Delta, codes_of, segments_of
 from heterollm.engine.slots import (
     EXPERT_ACTIVATED,
     EXPERT_GATE_UP,
@@ -41,9 +41,16 @@ from heterollm.kernels.gpu import (
     RoundedInputs,
     Segments,
 )
-from heterollm.kernels.operators import ExpertBiases, GpuExperts, activate, rms_norm
+from heterollm.kernels.operators import ExpertBiases, GpuExperts, activate, rms_norm, weigh_tokens
 from heterollm.kernels.ops import OpSpec, Phase
-from heterollm.model import EXPERT_FACTORS, ROUTER_BIAS, ROUTER_NORM, MixtureBlock, ModelWeights
+from heterollm.model import (
+    EXPERT_FACTORS,
+    ROUTER_BIAS,
+    ROUTER_NORM,
+    LayerStage,
+    MixtureBlock,
+    ModelWeights,
+)
 from heterollm.solver import EXPERTS_ON_GPU, ExpertsPlacement, Plan
 
 ExpertRows: TypeAlias = Callable[[int, Phase, int, int], tuple[int, int]]
@@ -132,6 +139,33 @@ class MixtureEmitter:
         codes = _codes(builder.lane, "linear_input", self._layers[layer].spec)
         return Begun(codes, lambda: Delta(self._emit(builder, layer, block)))
 
+    def weigh_tokens(self, builder: PassBuilder, layer: int, stage: LayerStage, added: Delta | None) -> None:
+        """Append the saliency of tokens before a stage, if its experts on the NPU drop tokens.
+
+        Args:
+            builder: The pass so far.
+            layer: Decoder layer.
+            stage: The stage.
+            added: Output of the layer's attention, or of what it has in its place.
+
+        Raises:
+            PlanError: There is no such output.
+        """
+        if not any(isinstance(block, MixtureBlock) for block in stage.blocks):
+            return
+        op = self._techniques.around(builder, "experts", layer)
+        if not isinstance(op, SharedExperts) or op.taken.saliency is None:
+            return
+        if added is None:
+            raise PlanError(
+                f"Layer {layer} drops tokens by the norm of attention's output, and has none before experts.",
+                fix="Plan with --overflow gpu.",
+            )
+        saliency, segments = op.taken.saliency, added.segments
+        launch = weigh_tokens(self._glue, segments, saliency, tokens=builder.tokens, bias=added.bias)
+        reads, written = segments_of(segments), (saliency,)
+        builder.kernel("saliency", layer, launch, reads=reads, writes=written, ends=False)
+
     def _emit(self, builder: PassBuilder, layer: int, block: MixtureBlock) -> Segments:
         own = self._layers[layer]
         routing = own.spec.experts
@@ -168,7 +202,8 @@ class MixtureEmitter:
         builder.kernel("routing", layer, launch, reads=(logits,), writes=chosen, ends=False)
         launch = self._kernels.sort(lists, shape=shape, taken=taken)
         order = lists.source, lists.position, lists.places, *(() if taken is None else (taken.counts,))
-        builder.kernel("order of experts", layer, launch, reads=(lists.chosen,), writes=order, ends=False)
+        by = () if taken is None or taken.saliency is None else (taken.saliency,)
+        builder.kernel("order of experts", layer, launch, reads=(lists.chosen, *by), writes=order, ends=False)
         if op is None:
             builder.steps += self._own_rows(builder, block, own, shape, lists, placement)
         else:

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from heterollm.engine.builder import PassBuilder
-from heterollm.engine.experts.slots import EXPERT_NPU_INPUT, EXPERT_NPU_OUTPUT
+from heterollm.engine.experts.slots import EXPERT_NPU_INPUT, EXPERT_NPU_OUTPUT, EXPERT_SALIENCY
 from heterollm.engine.npu_shards import PlannedGraph, planned_shard
 from heterollm.engine.placed import PlacedOp
 from heterollm.engine.step import NOT_RUN, Call, LinearWork, Operator, operator_name
@@ -203,9 +203,9 @@ class ExpertShares(TechniqueSteps):
         if not placement.groups:
             return None
         place = layer * COUNTED_PAIRS
-        drops = placement.overflow == "drop"
-        taken = TakenRows(self._table(spec, placement), placement.rows, self.counts.memory, place, drops)
-        shared = builder.lane.shared
+        shared, private = builder.lane.shared, builder.lane.private
+        saliency = private[EXPERT_SALIENCY] if placement.overflow == "drop" else None
+        taken = TakenRows(self._table(spec, placement), placement.rows, self.counts.memory, place, saliency)
         slots = shared[EXPERT_NPU_INPUT], shared[EXPERT_NPU_OUTPUT]
         return SharedExperts(self, builder, spec, placement, taken, *slots)
 

@@ -103,8 +103,6 @@ def check_technique(
 
 def request_of_solver(request: PlanRequest) -> PlanRequest:
     """Return a request with what its techniques ask of the solver."""
-    if {SHADOW_ATTENTION, NPU_EXPERTS}.intersection(request.techniques):
-        return structs.replace(request, in_flight=1)
     return structs.replace(request, in_flight="auto") if LLM_NPU in request.techniques else request
 
 
@@ -118,7 +116,7 @@ def llm_npu_plan(
 
     Args:
         model: The model on the profiled device.
-        request: The request with its technique.
+        request: The request with its technique, and the chunks in flight that it asks of the solver.
         prompts: Weights of prompts by length, for which chunk length and chunks in flight are chosen.
         budget: Memory of the NPU's graphs, which longer chunks may exceed.
     """
@@ -139,9 +137,8 @@ def llm_npu_plan(
     ]
     plans = [plan for plan in plans if model.fits(plan, budget)] or plans
     plan = min(plans, key=_loss_beside(model, plans[0], prompts))
-    in_flight = request_of_solver(request).in_flight
-    if in_flight != 1 and not model.costs.overheads.empties_queue:
-        plan = fastest_in_flight(model, plan, plans, prompts, in_flight)
+    if request.in_flight != 1 and not model.costs.overheads.empties_queue:
+        plan = fastest_in_flight(model, plan, plans, prompts, request.in_flight)
     return plan
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Final, get_args
 
+import numpy as np
 from msgspec import structs
+from numpy.typing import NDArray
 
 from heterollm.base import CalibrationError, OptionError
 from heterollm.model import AttentionBlock, LatentAttentionBlock, ModelConfig
@@ -28,7 +31,18 @@ if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
 
 ASSUMED_EXPONENT: Final = 8
-"""Exponent of all heads in simulations: no time depends on it but by the heads that share one."""
+"""Exponent of most heads in simulations: no time depends on it but by the heads that share one."""
+
+ALIKE: Final = 1.0
+"""Imbalance of heads that all need as many keys."""
+
+SEED: Final = 23
+HALVINGS: Final = 60
+WIDEST: Final = 64.0
+"""Largest spread of the logarithms of needs that is tried."""
+
+ASSUMED_NATS: Final = 1e-4
+"""Mean importance of heads in simulations, below the clamp of equation 3."""
 
 ON_GPU: Final = (
     "The profile has no NPU graphs of attention scores: the GPU estimates them where attention is sparse. "
@@ -68,26 +82,68 @@ def calibrated(
     return AttentionHeads(keep, exponents, windows)
 
 
-def assumed_heads(config: ModelConfig, request: AttentionRequest) -> AttentionHeads:
-    """Return heads of a model that nobody calibrated: all need as many keys, and share one exponent.
+def assumed_heads(config: ModelConfig, request: AttentionRequest, imbalance: float = ALIKE) -> AttentionHeads:
+    """Return heads of a model that nobody calibrated.
+
+    Needs of keys are log-normal in each layer, as wide as the imbalance asks, and importances proportional to
+    them. Scales of key heads are as wide, so that exponents are rounded logarithms of another draw. Draws are
+    seeded by the layer. Without an imbalance all heads need as many keys and share one exponent.
 
     Args:
         config: The model.
         request: The options of the technique.
+        imbalance: Largest need of a query head over the mean one of its layer.
 
     Raises:
-        OptionError: The keys are to be shared out by what only a calibration knows, or a layer has no
-            attention.
+        OptionError: The keys are to be shared out by what only a calibration knows, no heads are as
+            imbalanced, or a layer has no attention.
     """
-    if request.keep_by == "importance":
+    own = config.attention
+    if request.keep_by == "importance" and imbalance == ALIKE:
         raise OptionError(
-            "Simulations of shapes know no importance of heads.", fix="Choose --keep-by mass or uniform."
+            "Simulations of shapes know no importance of heads.",
+            fix="Choose --keep-by mass or uniform, or assume heads that differ: --head-imbalance 2.",
         )
-    alike = ((0.5,),) * config.attention.heads
-    needs = HeadNeeds((0.5,), (alike,) * config.layers)
+    spread = _spread(own.heads, imbalance)
+    factors, scales = (np.exp(spread * _quantiles(count)) for count in (own.heads, own.kv_heads))
+    factors /= factors.mean()
+    draws = [np.random.default_rng((SEED, layer)) for layer in range(config.layers)]
+    needed = [draw.permutation(factors) for draw in draws]
+    exponents = [ASSUMED_EXPONENT + np.rint(np.log2(draw.permutation(scales))) for draw in draws]
+    half = min(0.5, 1.0 / imbalance)  # no head needs more than all keys
+    needs = HeadNeeds(
+        (0.5,),
+        tuple(tuple((half * factor,) for factor in layer.tolist()) for layer in needed),
+        tuple(tuple((ASSUMED_NATS * layer).tolist()) for layer in needed),
+        (1.0,) * config.layers,
+    )
     keep = keep_ratios(needs, request.keep, request.keep_by)
-    exponents = ((ASSUMED_EXPONENT,) * config.attention.kv_heads,) * config.layers
-    return AttentionHeads(keep, exponents, _windows(config))
+    return AttentionHeads(keep, tuple(tuple(map(int, layer)) for layer in exponents), _windows(config))
+
+
+def _quantiles(count: int) -> NDArray[np.float64]:
+    """Return so many quantiles of the normal distribution, rising."""
+    normal = NormalDist()
+    return np.array([normal.inv_cdf((rank + 0.5) / count) for rank in range(count)])
+
+
+def _spread(heads: int, imbalance: float) -> float:
+    """Return the deviation of the logarithms of needs whose largest is so many times the mean one.
+
+    Raises:
+        OptionError: So many heads have no such imbalance.
+    """
+    if not ALIKE <= imbalance <= max(ALIKE, 0.99 * heads):
+        raise OptionError(
+            f"An imbalance of {imbalance:g} is not possible with {heads} query heads.",
+            fix=f"Give --head-imbalance 1 to {max(ALIKE, 0.99 * heads):g}.",
+        )
+    low, high = 0.0, WIDEST if imbalance > ALIKE else 0.0
+    behind = _quantiles(heads) - _quantiles(heads)[-1]
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.exp(middle * behind).mean() * imbalance > 1.0 else (low, middle)
+    return low
 
 
 def placed(model: ProfiledModel, plan: Plan, request: PlanRequest, heads: AttentionHeads) -> Plan:

@@ -13,7 +13,8 @@
 //   FACTORS           the weight of an expert is multiplied by its factor
 //   STEP              rows of one expert that a work-group of the product takes, a power of two
 //   TAKEN             another processor takes some rows
-//   DROPS             nobody computes the rows of its experts beyond those
+//   DROPS             nobody computes the rows of its experts beyond those: the tokens of the least saliency have none
+//   SALIENCY          the saliency of tokens
 //
 // A pair is a token and an expert that it chose: number token * CHOSEN + slot. The pairs in the order of the experts, and
 // of the tokens for one expert, have the positions from 0 on.
@@ -21,7 +22,8 @@
 //   chosen     expert of each pair
 //   position   position of each pair; of a pair that another processor takes, its row there, as ~row; DROPPED of one that
 //              nobody computes
-//   source     token of each position; -1 of one that the GPU does not compute
+//   source     token of each position; below 0 of one that the GPU does not compute
+//   saliency   of each token: the square of the norm of its row of the attention's output, the bias included
 //   places     (expert, first position, positions, 0) for each step of each expert; idle ones have the expert -1
 //   taken      for each expert the positions that another processor takes, the first ones, and the first's row there
 //   counts     added to: all pairs, those that another processor takes, those beyond that the GPU computes, dropped ones
@@ -31,6 +33,33 @@
 #define SPARSEMIXER 2
 
 #define DROPPED INT_MIN
+
+// ---- saliency -----------------------------------------------------------------------------------------------------
+
+#ifdef SALIENCY
+// Grid: a work-group for each token. The row has `split` columns in a.
+GROUP_SIZE __kernel void weigh_tokens(__global const act_t *a, __global const act_t *b,
+                                      __global const float *restrict bias, __global float *restrict saliency, int split,
+                                      int columns, int has_bias) {
+  __local float sums[WG];
+  const uint token = get_group_id(0);
+  const int lane = get_local_id(0);
+  member_row row = {a + token * (uint)split, b + token * (uint)COLUMNS_OF_B(columns, split), split};
+  float8 squares = 0.0f;
+  for (int i = lane * 8; i < columns; i += WG * 8) {
+    const int count = min(8, columns - i);
+    float8 value = load_member(row, i, count);
+    if (has_bias) {
+      LOAD_PART(load_float8, load_float, bias, i, count, shift)
+      value += shift;
+    }
+    squares = FMA(value, value, squares);
+  }
+  const float total = group_sum(sum8(squares), sums);
+  if (lane == 0)
+    saliency[token] = total;
+}
+#endif
 
 // ---- choice -------------------------------------------------------------------------------------------------------
 
@@ -194,7 +223,13 @@ GROUP_SIZE __kernel void route(__global const float *restrict logits, __global c
 #define COUNT_ONE(count) (count)++
 #endif
 #ifdef TAKEN
-#define TAKEN_ROWS , __global const int2 *restrict taken, __global int *restrict counts, int counts_place
+#ifdef DROPS
+#define SALIENCY_OF_TOKENS , __global const float *restrict saliency
+#else
+#define SALIENCY_OF_TOKENS
+#endif
+#define TAKEN_ROWS \
+  , __global const int2 *restrict taken, __global int *restrict counts, int counts_place SALIENCY_OF_TOKENS
 #define TAKEN_OF(expert) taken[expert]
 #else
 #define TAKEN_ROWS
@@ -312,14 +347,38 @@ GROUP_SIZE __kernel void sort_pairs(__global const int *restrict chosen, __globa
 #else
       const int is_own = !is_taken;
 #endif
+      const int token = (uint)pair / CHOSEN;
       position[pair] = is_taken ? ~(others.y + row) : is_own ? at : DROPPED;
-      source[at] = is_own ? (uint)pair / CHOSEN : -1;
+      source[at] = is_own ? token : ~token;
 #else
       position[pair] = at;
       source[at] = (uint)pair / CHOSEN;
 #endif
     }
   }
+#ifdef DROPS
+  // Now `next` ends the positions of each expert. Of those with more rows than are taken, the tokens of the largest
+  // saliency have a row each, by rank: of equal ones the first. Squares are not negative: the order of their bits is
+  // theirs, and NaN has a place, too.
+#if WG > 1
+  barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);
+#endif
+  for (int pair = lane; pair < pairs; pair += WG) {
+    const int expert = chosen[pair], begin = first[expert], end = next[expert];
+    const int2 others = TAKEN_OF(expert);
+    if (others.x && end - begin > others.x) {
+      const int token = (uint)pair / CHOSEN;
+      const uint own = as_uint(saliency[token]);
+      int rank = 0;
+      for (int at = begin; at < end; at++) {
+        const int other = ~source[at];
+        const uint its = as_uint(saliency[other]);
+        rank += its > own || (its == own && other < token);
+      }
+      position[pair] = rank < others.x ? ~(others.y + rank) : DROPPED;
+    }
+  }
+#endif
 }
 #endif
 

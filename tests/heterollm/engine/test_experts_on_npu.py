@@ -26,7 +26,7 @@ from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.operators.gated_activation import exact_gated_activation
 from heterollm.llm import LLM
 from heterollm.model import ModelWeights
-from heterollm.solver import ExpertGroup, ExpertsEntry, ExpertsPlacement, Plan, PlannedExperts
+from heterollm.solver import ChunkSchedule, ExpertGroup, ExpertsEntry, ExpertsPlacement, Plan, PlannedExperts
 
 CHUNK = 64
 CONTEXT = 256
@@ -200,7 +200,7 @@ def test_a_layer_is_that_of_its_experts(
     host_llm: Callable[..., LLM],
     token_ids: Callable[[int], list[int]],
 ) -> None:
-    """The output of a layer in float64, without the pairs beyond the capacities if they are dropped."""
+    """The output of a layer in float64; pairs beyond a capacity are dropped if they are the least salient."""
     folder, count = checkpoint("qwen3_moe", num_hidden_layers=1), 64
     base = host_llm(folder, plan="gpu", **OPTIONS).plan
     plan = with_experts(
@@ -216,13 +216,19 @@ def test_a_layer_is_that_of_its_experts(
     gates = llm._weights.expert_members(0, ("gate", "up"))
     downs = llm._weights.expert_members(0, ("down",))
     capacities = placement((((0, 1, 2), 1), ((3, 4, 5, 6), 32))).capacities(EXPERTS)
+    given = slot_of(llm, "attention_output", np.float32, (count, 160)).astype(np.float64)
+    output = linear(given, llm._weights.linear(0, "o")) + llm._weights.bias(0, "o")
+    norms = np.square(output).sum(axis=1)
+    if drops:
+        saliency = slot_of(llm, "expert_saliency", np.float32, (count,))
+        np.testing.assert_allclose(saliency, norms, rtol=1e-5)
     exact, lost, on_npu = np.zeros((count, 128)), 0, 0
     for expert, capacity in enumerate(capacities):
         pairs = np.argwhere(chosen == expert)
         on_npu += min(len(pairs), capacity)
         if capacity:
             lost += max(0, len(pairs) - capacity)
-            pairs = pairs[:capacity] if drops else pairs
+            pairs = pairs[np.argsort(-norms[pairs[:, 0]])[:capacity]] if drops else pairs
         for token, slot in pairs:
             gate, up = (linear(x[token : token + 1], [gates[2 * expert + place]]) for place in (0, 1))
             out = linear(exact_gated_activation(gate, up), [downs[expert]])
@@ -272,25 +278,51 @@ def test_rows_past_the_tokens_of_an_expert_may_hold_anything(
     np.testing.assert_array_equal(session.prefill(ids, all_logits=True), expected)
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_chunks_in_flight_give_the_logits_of_one_after_the_other(
+    drops: bool,
+    load: Callable[..., LLM],
+    token_ids: Callable[[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(CHECK_VARIABLE, "3")
+    ids, chunk = token_ids(120), 32
+    llm = load(SOME, ALL, drops=drops)
+    plan = structs.replace(llm.plan, chunk_length=chunk)
+    flown = structs.replace(plan, schedule=ChunkSchedule("out_of_order", 3, ()))
+    found, expected = (load(SOME, ALL, drops=drops, plan=own) for own in (flown, plan))
+    for length in (2 * chunk, 3 * chunk + 7):
+        logits = (one.session().prefill(ids[:length]) for one in (found, expected))
+        np.testing.assert_array_equal(*logits)
+    graphs = [step.lane for step in found.steps("prefill", 3 * chunk) if step.action == "graph"]
+    assert set(graphs) == {0, 1, 2}
+    counts = [one.on_engine_thread(lambda one=one: one._engine.expert_pairs) for one in (found, expected)]
+    assert counts[0] == counts[1]
+
+
 # -- order of the steps ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("memory", "sync"),
-    [("host", "event"), ("mapped", "event"), pytest.param("svm", "flag", marks=pytest.mark.slow)],
+    ("memory", "sync", "drops"),
+    [
+        *(("host", "event", True), ("mapped", "event", False)),
+        pytest.param("svm", "flag", True, marks=pytest.mark.slow),
+    ],
 )
 def test_the_check_of_slots_passes_under_delays(
     memory: str,
     sync: str,
+    drops: bool,
     load: Callable[..., LLM],
     token_ids: Callable[[int], list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ids = token_ids(100)
-    expected = load(SOME, ALL).session().prefill(ids, all_logits=True)
+    expected = load(SOME, ALL, drops=drops).session().prefill(ids, all_logits=True)
     monkeypatch.setenv(CHECK_VARIABLE, "3")
     monkeypatch.setenv(MEMORY_VARIABLE, memory)
-    llm = load(SOME, ALL, sync=sync)
+    llm = load(SOME, ALL, drops=drops, sync=sync)
     np.testing.assert_array_equal(llm.session().prefill(ids, all_logits=True), expected)
 
 

@@ -29,7 +29,7 @@ from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.llm import LLM
 from heterollm.planning import calibrated_scales
-from heterollm.solver import Plan, PlannedAttention, SparseAttention
+from heterollm.solver import ChunkSchedule, Plan, PlannedAttention, SparseAttention
 from heterollm.solver.sparse.attention import AttentionEntry
 
 OPTIMISED = True
@@ -128,6 +128,35 @@ def answers(llm: LLM, ids: list[int]) -> np.ndarray:
     session.decode(7)
     rows.append(fork.prefill(ids[290:330], all_logits=True))
     return np.concatenate(rows)
+
+
+@pytest.mark.parametrize(("estimator", "level"), [("gpu", "layer"), ("npu", "layer"), ("npu", "gpu")])
+def test_chunks_in_flight_give_the_logits_of_one_after_the_other(
+    estimator: str,
+    level: str,
+    plans: Callable[..., Plan],
+    load: Callable[..., LLM],
+    dense: LLM,
+    ids: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Attention is sparse from 200 keys on: the first chunk of a prompt is dense, and later ones are not."""
+    monkeypatch.setenv(CHECK_VARIABLE, "3")
+    base = dense.plan if level == "gpu" else load(plan=level).plan
+    plan = plans(estimator, keys=(200, CONTEXT), base=base)
+    flown = structs.replace(plan, schedule=ChunkSchedule("out_of_order", 3, ()))
+
+    def prompts(llm: LLM) -> np.ndarray:
+        session, found = llm.session(), []
+        for length in (2 * CHUNK, 2 * CHUNK + 5, 4 * CHUNK + 33):
+            session.reset()
+            found += [session.prefill(ids[:length]), session.prefill(ids[length - 9 : length + 20])]
+        return np.stack(found)
+
+    llm = load(plan=flown)
+    np.testing.assert_array_equal(prompts(llm), prompts(load(plan=plan)))
+    scores = {step.lane for step in llm.steps("prefill", 3 * CHUNK) if step.operator == "scores"}
+    assert scores == {1, 2}
 
 
 @pytest.mark.parametrize("estimator", ["gpu", "npu"])

@@ -37,7 +37,7 @@ def prompt_us(model, plan, prompt):
     [
         ("w4a16", {}, ()),
         ("w4a16", SLOW_ATTENTION, ("shadowattn",)),
-        ("w8a8", {}, ("llm.npu",)),
+        ("w8a8", {}, ("llm.npu", "shadowattn")),
         ("w8a8", SLOW_ATTENTION, None),
     ],
 )

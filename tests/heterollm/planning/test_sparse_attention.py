@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from msgspec import structs
 
@@ -192,3 +193,25 @@ def test_sparse_placements_hold_every_key_head(model, solved):
     for one in attention(solved.plan).sparse:
         assert isinstance(one, SparseAttention)
         one.check(model.config.attention.heads, model.config.attention.kv_heads, (1, 1))
+
+
+def test_assumed_heads_differ_as_asked_and_the_same_every_time(model):
+    request, layers = AttentionRequest(keep=0.1), model.config.layers
+    found = assumed_heads(model.config, request, 2.0)
+    assert found == assumed_heads(model.config, request, 2.0)
+    # The first layer keeps what it may, and no head less than half of the ratio.
+    rest = np.array(found.keep[1:])
+    assert 1.3 < (rest.max(axis=1) / rest.mean(axis=1)).min() <= 2.01
+    assert rest.min() >= 0.05
+    wider = assumed_heads(model.config, request, 4.0)
+    assert np.array(wider.keep[1:]).max() > rest.max()
+    shares = np.array(assumed_heads(model.config, AttentionRequest(keep_by="importance"), 2.0).keep)
+    assert shares.mean() == pytest.approx(0.2)
+    assert len({*shares.ravel().round(6)}) > 3
+    alike = assumed_heads(model.config, request)
+    assert [len({*layer}) for layer in (*alike.keep, *alike.exponents)] == [1] * 2 * layers
+    for imbalance in (0.5, 100.0, float("nan")):
+        with pytest.raises(OptionError, match="not possible"):
+            assumed_heads(model.config, request, imbalance)
+    with pytest.raises(OptionError, match="no importance of heads"):
+        assumed_heads(model.config, AttentionRequest(keep_by="importance"))

@@ -34,7 +34,7 @@ from heterollm.kernels.gpu.rounding import rounding_launch
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.gpu.work import grouped_work
 from heterollm.kernels.operators.data import GUARD, GuardedOutput, fill_slot, run_launches
-from heterollm.kernels.operators.experts import GpuExperts, MixtureCase
+from heterollm.kernels.operators.experts import GpuExperts, MixtureCase, SaliencyCase
 from heterollm.kernels.operators.gated_activation import activate, exact_gated_activation
 from heterollm.kernels.operators.operator import check_case
 from heterollm.kernels.ops import GateClip, Member, OpSpec, Routing, WeightFormat
@@ -98,8 +98,11 @@ def weights_of(logits, chosen, routing):
 DROPPED = np.iinfo(np.int32).min
 
 
-def order_of(chosen, experts, taken=None, drops=False):
-    """Source of each position, position of each pair, and the positions of each expert that are the GPU's."""
+def order_of(chosen, experts, taken=None, saliency=None):
+    """Source of each position, position of each pair, and the positions of each expert that are the GPU's.
+
+    With a saliency an expert with more tokens than rows takes those of the largest, in the order of saliency.
+    """
     flat = chosen.reshape(-1)
     pairs = np.argsort(flat, kind="stable")
     position = np.empty(len(flat), np.int32)
@@ -109,10 +112,13 @@ def order_of(chosen, experts, taken=None, drops=False):
     for expert in range(experts):
         count, row = (0, 0) if taken is None else taken[expert]
         first, stop = starts[expert], starts[expert + 1]
-        skipped = min(count, stop - first)
-        position[pairs[first : first + skipped]] = [-1 - row - index for index in range(skipped)]
-        if drops and count:
-            position[pairs[first + skipped : stop]] = DROPPED
+        skipped, of_expert = min(count, stop - first), pairs[first:stop]
+        if saliency is not None and count:
+            if count < stop - first:
+                of_expert = of_expert[np.argsort(-saliency[of_expert // chosen.shape[1]], kind="stable")]
+            position[of_expert[skipped:]] = DROPPED
+        position[of_expert[:skipped]] = [-1 - row - index for index in range(skipped)]
+        if saliency is not None and count:
             skipped = stop - first
         own.append((first + skipped, stop))
     source = np.full(len(flat), -1)
@@ -157,10 +163,11 @@ def upload_lists(runtime, shape, chosen, weights=None):
     return lists if weights is None else replace(lists, weights=fill_slot(runtime, weights))
 
 
-def taken_rows(runtime, table, rows=1, drops=False):
+def taken_rows(runtime, table, rows=1, saliency=None):
     """Rows that another processor takes, by a table; counts of the second of two layers."""
     counts = fill_slot(runtime, np.zeros(2 * COUNTED_PAIRS, np.int32))
-    return TakenRows(fill_slot(runtime, table), rows, counts, COUNTED_PAIRS, drops)
+    by = None if saliency is None else fill_slot(runtime, saliency)
+    return TakenRows(fill_slot(runtime, table), rows, counts, COUNTED_PAIRS, by)
 
 
 def ints(slot):
@@ -309,7 +316,13 @@ def test_pairs_lie_in_the_order_of_experts_and_tokens(runtime, make, style, kind
     ):
         chosen = choices(generator, kind, tokens, routing)
         some = generator.integers(0, 40, (routing.experts, 2)).astype(np.int32)
-        for taken, drops in ((None, False), (some, False), (some, True), (np.full_like(some, tokens), True)):
+        # Half of the saliencies are equal to another's, and NaN is no reason to give a row twice.
+        ties = generator.integers(0, max(1, tokens // 2), tokens).astype(np.float32)
+        ties[tokens // 2] = np.nan if kind == "skewed" else np.inf
+        for taken, saliency in (
+            *((None, None), (some, None), (some, ties)),
+            *((some, np.zeros_like(ties)), (np.full_like(some, tokens), ties)),
+        ):
             shape = ExpertShape(routing, tokens)
             outputs = {
                 "source": GuardedOutput(runtime, (shape.pairs,), np.int32),
@@ -318,10 +331,11 @@ def test_pairs_lie_in_the_order_of_experts_and_tokens(runtime, make, style, kind
             }
             lists = upload_lists(runtime, shape, chosen)
             lists = replace(lists, **{name: out.slot for name, out in outputs.items()})
-            given_rows = None if taken is None else taken_rows(runtime, taken, drops=drops)
+            given_rows = None if taken is None else taken_rows(runtime, taken, saliency=saliency)
             run_launches(runtime, [experts.sort(lists, shape=shape, taken=given_rows)] * 2)
-            source, position, own = order_of(chosen, routing.experts, taken, drops)
-            np.testing.assert_array_equal(outputs["source"].read(), source)
+            by = None if saliency is None else np.nan_to_num(saliency, nan=np.inf)
+            source, position, own = order_of(chosen, routing.experts, taken, by)
+            np.testing.assert_array_equal(np.maximum(outputs["source"].read(), -1), source)
             np.testing.assert_array_equal(outputs["position"].read(), position)
             places = outputs["places"].read()
             assert places[:, 2].max() <= shape.step
@@ -330,9 +344,19 @@ def test_pairs_lie_in_the_order_of_experts_and_tokens(runtime, make, style, kind
                 loads = np.bincount(chosen.reshape(-1), minlength=routing.experts)
                 held = np.minimum(loads, taken[:, 0])
                 beyond = (loads - held)[taken[:, 0] > 0].sum()
-                expected = (shape.pairs, held.sum(), *((0, beyond) if drops else (beyond, 0)))
+                expected = (shape.pairs, held.sum(), *((beyond, 0) if saliency is None else (0, beyond)))
                 # The first layer's counts are another's, and two passes add up.
                 assert ints(given_rows.counts).tolist() == [0] * COUNTED_PAIRS + [2 * own for own in expected]
+
+
+@pytest.mark.parametrize(("style", "dtype"), PAIRS)
+def test_the_saliency_of_a_token_is_the_squared_norm_of_its_output(make, style, dtype):
+    for tokens, hidden, split, join, biased in itertools.product(
+        (1, 7), (16, 52, 2048), (0, 8, 13), ("concatenate", "sum"), (False, True)
+    ):
+        case = SaliencyCase(tokens, hidden, split, join, biased=biased)
+        actual, exact = check_case(case, make(style, dtype), np.random.default_rng(hidden))["saliency"]
+        np.testing.assert_allclose(actual, exact, rtol=2e-3 if dtype == np.float16 else 2e-6)
 
 
 def most_places(shape):
@@ -405,7 +429,8 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
         behind = np.full((2, columns), np.nan, dtype)
         gathered = GuardedOutput(runtime, (shape.pairs, columns), dtype)
         others = GuardedOutput(runtime, (max(1, taken * routing.experts), columns), dtype)
-        given = taken_rows(runtime, table, taken * routing.experts, drops)
+        saliency = generator.permutation(tokens).astype(np.float32) if drops else None
+        given = taken_rows(runtime, table, taken * routing.experts, saliency)
         x_slot = fill_slot(runtime, np.concatenate([x, behind]))
         sizes = {"shape": shape, "columns": columns}
         launches = [
@@ -416,7 +441,7 @@ def test_rows_are_gathered_and_added_up(runtime, make, style, dtype):
         run_launches(runtime, launches)
         if weighs:
             x, weights = (x * weights).astype(dtype), np.ones_like(weights)
-        source, position, own = order_of(chosen, routing.experts, table, drops)
+        source, position, own = order_of(chosen, routing.experts, table, saliency)
         theirs = others.read()
         rows_of = (gathered.read(), x[source], source >= 0), (theirs, *taken_of(position, x, theirs))
         for actual, right, computed in rows_of:

@@ -62,7 +62,7 @@ from heterollm.kernels.operators.data import Data, fill_slot
 from heterollm.kernels.operators.delta_net import DeltaCase
 from heterollm.kernels.operators.embedding import PositionsCase
 from heterollm.kernels.operators.endings import EndingCase
-from heterollm.kernels.operators.experts import GpuExperts
+from heterollm.kernels.operators.experts import GpuExperts, weigh_tokens
 from heterollm.kernels.operators.gate_cutoff import CutoffCase
 from heterollm.kernels.operators.gated_activation import GatedCase, activate
 from heterollm.kernels.operators.linear import LinearCase
@@ -246,6 +246,8 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
             "-DGATHERS_TAKEN -DCOMBINES -DWEIGHS_INPUTS",
             "-DCODES -DWEIGHS_INPUTS",
             "-DSLOTS",
+            "-DSALIENCY",
+            "-DSALIENCY -DSUM",
         )
     ],
     (*ATTENTION, "attention_vector.cl"): [
@@ -698,7 +700,8 @@ def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
         *(("vector", np.float16, False, True), ("simt", np.float32, False, False)),
     ):
         counts = runtime.shared((COUNTED_PAIRS,), np.int32)
-        given = TakenRows(fill_slot(runtime, taken), 3, counts, 0, drops)
+        saliency = runtime.shared((30,), np.float32) if drops else None
+        given = TakenRows(fill_slot(runtime, taken), 3, counts, 0, saliency)
         experts = GpuExperts(runtime, dtype, dtype, style=style)
         weights = [random_weight(rng, width, hidden, weight) for _ in range(routing.experts)]
         options = {"activation_dtype": dtype, "integer_inputs": rounds}
@@ -717,7 +720,10 @@ def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
             other, out = runtime.shared((3, width), dtype), runtime.shared((tokens, width), dtype)
             inputs = runtime.shared((3, hidden), dtype)
             sizes = {"shape": shape, "columns": hidden}
+            output = Segments(x, x, (hidden,), (0,))
+            weighing = () if saliency is None else (weigh_tokens(experts, output, saliency, tokens=tokens),)
             for launch in (
+                *weighing,
                 experts.route(logits, lists, shape=shape),
                 experts.sort(lists, shape=shape, taken=given),
                 experts.gather_taken(x, inputs, lists, given, **sizes),
@@ -735,7 +741,9 @@ def expert_launches(runtime: OpenClRuntime) -> Iterator[None]:
             seen = reference.round_inputs(x.array, 16) if rounds else x.array
             products = np.stack([reference.linear(seen, [own]) for own in weights])
             left, exact = taken[:, 0].copy(), np.zeros((tokens, width))
-            for token, slot in np.ndindex(*chosen.shape):
+            norms = np.square(x.array.astype(np.float64)).sum(axis=1)
+            order = np.argsort(-norms, kind="stable") if drops else np.arange(tokens)
+            for token, slot in itertools.product(order, range(2)):
                 expert = chosen[token, slot]
                 left[expert] -= 1
                 # The other processor's rows are zeros.
