@@ -27,8 +27,8 @@ PANELS: Final[Mapping[str, str]] = {
 """Options by panel, in the order of the help; others follow under "Options"."""
 
 SHORT: Final[Mapping[str, str]] = {
-    "generate": "precision context max_new_tokens temperature top_p seed json_schema device plan speculative "
-    "file system as_json",
+    "generate": "precision context max_new_tokens temperature top_p json_schema device plan speculative "
+    "file system raw as_json",
     "chat": "precision lora context kv_bits max_new_tokens temperature top_p seed device profile plan "
     "speculative system",
     "serve": "precision context temperature max_tokens device plan speculative host port name api_key "

@@ -124,6 +124,7 @@ def plan_model(
     from heterollm.base import OptionError, check_target, write_json
     from heterollm.loading import plan_for
     from heterollm.planning import LoadOptions
+    from heterollm.report import console as report
 
     prompts = answer.prompt
     if min(prompts) < 1:
@@ -145,7 +146,8 @@ def plan_model(
         request=_request(limits, attention),
         defaults=options_of_file(),
     )
-    planned = plan_for(model, options, source.profile)
+    with report.progress_bars() as progress:
+        planned = plan_for(model, options, source.profile, progress)
     if answer.output is not None:
         planned.plan.save(answer.output)
     if answer.steps:

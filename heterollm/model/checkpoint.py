@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, OptionError, file_digests, is_exported, silent
+from heterollm.base import CheckpointError, OptionError, Progress, file_digests, is_exported, silent
 from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.kernels.formats import QuantizedTensor, as_float32
 from heterollm.kernels.ops import WeightFormat
@@ -68,13 +68,14 @@ ALIKE = 0.85
 HASH_BYTES = 16 * 1024 * 1024
 
 
-def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
+def checkpoint_folder(name: Path | str, *, weights: bool = True, progress: Progress = silent) -> Path:
     """Return the folder of a local checkpoint, of a GGUF file, of the bundled model, or of one from the hub.
 
     Args:
-        name: A folder, a GGUF file, a hub name, or the name of the bundled model; a folder of that name comes
-            first.
+        name: A folder, a GGUF file, a hub name, or the name of the bundled or a known model; a folder of that
+            name comes first.
         weights: Whether to fetch all files, or only the model's configuration.
+        progress: Called with the bytes done and the total while files are fetched.
 
     Raises:
         OptionError: The name is empty or no text.
@@ -109,11 +110,13 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
             f"There is no folder {folder}.", fix="Name a checkpoint's folder, a GGUF file or a hub name."
         )
     # A folder needs no huggingface_hub.
-    from heterollm.model.hub import hub_folder, pull_model
+    from heterollm.model.hub import hub_file, hub_folder
 
-    if named.gguf is not None:
-        return gguf_folder(pull_model(named.name, named.gguf, silent))
-    return hub_folder(named.name, weights=weights)
+    if named.gguf is None and named.quant is None:
+        found = hub_folder(named.name, weights=weights, progress=progress)
+        if any(found.glob("*.safetensors" if weights else "config.json")):
+            return found
+    return gguf_folder(hub_file(named, progress))
 
 
 def _no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:
@@ -134,19 +137,20 @@ class Checkpoint:
         factors: Factors on rows of tensors by name, which are read with them.
     """
 
-    def __init__(self, name: Path | str, lora: Path | str | None = None) -> None:
+    def __init__(self, name: Path | str, lora: Path | str | None = None, progress: Progress = silent) -> None:
         """Open a local folder, a GGUF file or a hub name, and check the headers of all files.
 
         Args:
             name: The checkpoint.
             lora: Folder of an adapter, which is merged into the weights as they are read.
+            progress: Called with the bytes done and the total while files are fetched.
 
         Raises:
             CheckpointError: The checkpoint is missing or incomplete, or a file is damaged; or the adapter
                 does not fit the checkpoint.
             UnsupportedModelError: The adapter is no LoRA of linears alone.
         """
-        self.folder = checkpoint_folder(name)
+        self.folder = checkpoint_folder(name, progress=progress)
         self.factors: Mapping[str, NDArray[np.float32]] = {}
         self._hashed_paths: list[Path] = []
         self._files: dict[str, TensorFile] = {}

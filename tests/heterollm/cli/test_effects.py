@@ -76,6 +76,7 @@ ROWS = {
         "file": "--file FILE",
         "prompts": "--prompts FILE",
         "system": "--system s",
+        "raw": "--raw",
         "max_new_tokens": "--max-new-tokens 3",
         "stop": "--stop x",
         "json_schema": "--json-schema {}",
@@ -355,7 +356,8 @@ BASES = {
 """For each command that works: a line to which options are added, and the function that gets them."""
 
 BESIDE = {
-    *(("generate", name) for name in ("file", "prompts", "system", "max_new_tokens", "stop", "as_json")),
+    *(("generate", name) for name in ("file", "prompts", "system", "raw", "max_new_tokens", "stop")),
+    ("generate", "as_json"),
     *(("generate", name) for name in ("json_schema", "grammar", "top_logprobs", *TOKENS)),
     *(("chat", name) for name in ("max_new_tokens", "system", *TOKENS)),
     *(("serve", name) for name in ROWS["serve"] if name not in LOADED and name != "live"),
