@@ -86,6 +86,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "plan": (
         "heterollm plan MODEL --explain",
         "heterollm plan MODEL --prompt 64,300 --plan tensor",
+        "heterollm plan MODEL --html plan.html",
         "heterollm plan MODEL --profile phone.json -o phone-plan.json",
     ),
     "bench": (
@@ -93,7 +94,11 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         "heterollm bench MODEL -p 256,300 -n 0 --engine self,llama.cpp -o rows.jsonl",
         "heterollm bench --from rows.jsonl --html bench.html",
     ),
-    "trace": ("heterollm trace run.json", "heterollm trace run.json --png run.png"),
+    "trace": (
+        "heterollm trace run.json",
+        "heterollm trace run.json --html run.html",
+        "heterollm trace run.json --png run.png",
+    ),
     "simulate": (
         "heterollm simulate",
         "heterollm simulate llama-3-8b --prompt 300 --plan gpu",

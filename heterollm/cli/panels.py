@@ -33,8 +33,8 @@ SHORT: Final[Mapping[str, str]] = {
     "speculative system",
     "serve": "precision context temperature max_tokens device plan speculative host port name api_key "
     "sessions_gib live",
-    "plan": "precision context device profile plan techniques forbid prompt decode explain steps "
-    "output as_json",
+    "plan": "precision context device profile plan techniques prompt decode explain steps "
+    "output html as_json",
     "simulate": "soc gpu_load what_if sync plan techniques prompt decode timeline explain form output "
     "as_json",
     "bench": "precision device threads plan techniques engine prompt decode depth repetitions form output "

@@ -126,6 +126,7 @@ ROWS = {
         "explain": "--explain",
         "steps": "--steps",
         "output": "-o OUT",
+        "html": "--html OUT",
         "context": "--context 64",
         "gpu_share": "--gpu-share 0.5",
         "energy_weight": "--energy-weight 0.5",
@@ -284,7 +285,7 @@ ROWS = {
     "devices": {"as_json": "--json"},
     "list": {"as_json": "--json"},
     "rm": {"yes": "--yes"},
-    "trace": {"png": "--png PICTURE", "as_json": "--json"},
+    "trace": {"png": "--png PICTURE", "html": "--html PAGE", "as_json": "--json"},
     "profile list": {"as_json": "--json"},
     "profile show": {
         "everything": "--all",
@@ -364,7 +365,8 @@ BESIDE = {
     *(("generate", "profile"), ("chat", "profile"), ("serve", "profile"), ("demo", "as_json")),
     *((command, "as_json") for command in ("eval", "export", "compile", "calibrate", "profile", "doctor")),
     ("convert", "as_json"),
-    *(("plan", name) for name in ("profile", "prompt", "decode", "explain", "steps", "output", "as_json")),
+    *(("plan", name) for name in ("profile", "prompt", "decode", "explain", "steps", "output", "html")),
+    ("plan", "as_json"),
     *(("profile", name) for name in ("budget", "quick", "update", "characterise", "techniques", "no_tune")),
     *(("bench", name) for name in ("profile_first", "form", "as_json", "output", "picture", "html", "saved")),
 }
