@@ -196,7 +196,7 @@ def export_model(
     asked = LoadOptions(**options)
     target = Path(folder).expanduser().absolute()
     _check_folder(target)
-    source = SourceModel.of(Checkpoint(model, asked.lora))
+    source = SourceModel.of(Checkpoint(model, asked.lora, report))
     context = choose_context(source.config, asked.context)
     with _locked(target), own_tree(target), contextlib.ExitStack() as stack:
         if soc is None:

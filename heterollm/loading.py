@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from heterollm.base import GIB, OptionError, PlanError, Progress
+from heterollm.base import GIB, OptionError, PlanError, Progress, silent
 from heterollm.engine import (
     DraftSpeculator,
     EngineThread,
@@ -109,7 +109,7 @@ class SourceModel:
         exported = ExportedFolder.find(model)
         if exported is None:
             asked = LoadOptions(**options)
-            return cls.of(Checkpoint(model, asked.lora)), asked
+            return cls.of(Checkpoint(model, asked.lora, report)), asked
         asked = exported.options(options, report)
         return cls.of(exported.checkpoint(), exported), asked
 
@@ -252,7 +252,9 @@ class PlannedModel:
         return weights, engine
 
 
-def plan_for(model: str | Path, options: LoadOptions, profile: Path | None = None) -> Planned:
+def plan_for(
+    model: str | Path, options: LoadOptions, profile: Path | None = None, report: Progress = silent
+) -> Planned:
     """Return the solver's plan of a model that is not loaded.
 
     Args:
@@ -260,12 +262,13 @@ def plan_for(model: str | Path, options: LoadOptions, profile: Path | None = Non
             model.
         options: Options of the load.
         profile: A profile's file, in place of that of the device; the device need not be here.
+        report: Called with a stage's name, steps done and steps in all.
 
     Raises:
         ProfileError: There is no profile, or it is damaged.
         HeteroLLMError: The checkpoint, device or an option is not usable.
     """
-    config = find_model(model, closest=False).config
+    config = find_model(model, closest=False, progress=report).config
     check_source_effects(options, config)
     context = choose_context(config, options.context)
     if profile is not None:
@@ -273,13 +276,23 @@ def plan_for(model: str | Path, options: LoadOptions, profile: Path | None = Non
         from heterollm.profiler.predict import checked
         from heterollm.profiler.records import Profile
 
-        return make_plan(inputs_of_file(options, config, context, checked(Profile.load(profile))))
+        inputs = inputs_of_file(options, config, context, checked(Profile.load(profile)))
+        return _reported_plan(inputs, report)
     cores = CoreSplit(options, config, context)
+    report("Opening the device", 0, 1)
     device = open_for(options, cores, numerics=False)
+    report("Opening the device", 1, 1)
     inputs = inputs_of_load(options, config, context, device, chosen=cores.reason_for(device))
     inputs.profiled("The plan")  # a load would take the GPU alone
-    planned = make_plan(inputs)
+    planned = _reported_plan(inputs, report)
     fitting_need(device, config, inputs.specs, planned.plan, context, given=inputs.given)
+    return planned
+
+
+def _reported_plan(inputs: PlanInputs, report: Progress) -> Planned:
+    report("Planning", 0, 1)
+    planned = make_plan(inputs)
+    report("Planning", 1, 1)
     return planned
 
 

@@ -294,7 +294,7 @@ def run_bench(
     Raises:
         HeteroLLMError: The model or an option is not usable.
     """
-    folder = checkpoint_folder(options.model)
+    folder = checkpoint_folder(options.model, progress=progress or silent)
     config = ModelConfig.from_folder(folder)
     longest = max(*(case.end for case in options.cases), PROMPT_TOKENS + DECODED_TOKENS)
     context = min(config.max_positions, round_up(longest, CONTEXT_STEP))

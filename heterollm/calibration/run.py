@@ -119,7 +119,7 @@ def calibrate(
     if precision != "w8a8" and policy != DEFAULT_POLICY:
         raise OptionError(f"Decisions about 8-bit activations at {precision}.", fix="Choose w8a8.")
     check_target(output, "calibration")
-    checkpoint = Checkpoint(model)
+    checkpoint = Checkpoint(model, progress=progress)
     config = ModelConfig.from_folder(checkpoint.folder)
     tokenizer = load_tokenizer(checkpoint.folder, config.eos_ids)
     if not isinstance(tokenizer, Tokenizer):

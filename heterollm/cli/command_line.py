@@ -46,6 +46,17 @@ UsageError: Final[Any] = typer.BadParameter.__bases__[0]
 """Typer's error of wrong usage, which Typer does not export."""
 
 
+GREETING: Final = """\
+heterollm runs a language model on a GPU and an NPU at the same time. Three commands to begin with:
+
+  heterollm demo                   shows GPU, NPU and both at work in a minute, without a download
+  heterollm smollm2-135m           fetches a small model (270 MB) and talks to you
+  heterollm simulate llama-3.2-1b  shows the times of a model on a phone that is not here
+
+`heterollm -h` lists all commands, and `heterollm COMMAND -h` the options of one."""
+"""Text for a call without words."""
+
+
 class Commands(TyperGroup):
     """The commands; all end in the same way after Ctrl-C, a closed pipe and wrong usage."""
 
@@ -85,8 +96,8 @@ def _endings() -> Iterator[None]:
 
 app = typer.Typer(
     cls=Commands,
-    help="Run a language model on a GPU and an NPU, from a Hugging Face checkpoint.",
-    no_args_is_help=True,
+    help="Run a language model on a GPU and an NPU, from a Hugging Face checkpoint or a GGUF file. "
+    "A model in place of a command talks to you.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": list(HELP)},
@@ -199,6 +210,7 @@ def _note(text: str) -> None:
 
 @app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     debug: Annotated[  # noqa: ARG001 - main() reads these; declared for the help
         bool, typer.Option("--debug", help="Show tracebacks and the warnings of libraries.")
@@ -208,6 +220,11 @@ def options(
     ] = False,
 ) -> None:
     """Handle the options that need no command."""
+    if not version and context.invoked_subcommand is None:
+        from heterollm.report import console as report
+
+        report.show(report.message(GREETING))
+        raise typer.Exit(USAGE)
     if version:
         from heterollm import __version__
         from heterollm.base import write

@@ -37,9 +37,7 @@ def socs(incomplete: str) -> list[str]:
 
 def known_models(incomplete: str) -> list[str]:
     """Return the bundled model, the known models, and folders."""
-    from heterollm.model import KNOWN_MODELS
-
-    return [*_bundled(incomplete), *beginning(incomplete, KNOWN_MODELS), *_folders(incomplete)]
+    return [*_bundled(incomplete), *_known(incomplete), *_folders(incomplete)]
 
 
 def profiled(incomplete: str) -> list[str]:
@@ -49,8 +47,8 @@ def profiled(incomplete: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[str]:
-    """Return the bundled model, folders, checkpoints, and the models in the hub's cache."""
-    return [*_bundled(incomplete), *_folders(incomplete), *_hub(incomplete)]
+    """Return the bundled model, known models, folders, GGUF files, and the models in the hub's cache."""
+    return [*known_models(incomplete), *_hub(incomplete)]
 
 
 def drafts(incomplete: str) -> list[str]:
@@ -134,6 +132,12 @@ def _bundled(incomplete: str) -> list[str]:
     from heterollm.data import BUNDLED_NAME
 
     return beginning(incomplete, (BUNDLED_NAME,))
+
+
+def _known(incomplete: str) -> list[str]:
+    from heterollm.model import KNOWN_REPOSITORIES
+
+    return beginning(incomplete, KNOWN_REPOSITORIES)
 
 
 def _folders(incomplete: str) -> Iterator[str]:

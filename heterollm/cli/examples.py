@@ -15,7 +15,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         "heterollm demo",
         "heterollm devices",
         "heterollm profile MODEL",
-        'heterollm generate MODEL "Once upon a time"',
+        'heterollm generate MODEL "What is a kernel?"',
     ),
     "calibrate": (
         "heterollm calibrate MODEL -o calibration.json",
@@ -23,7 +23,8 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         "heterollm calibrate MODEL prose.txt --window 2048 --head-importance",
     ),
     "generate": (
-        'heterollm generate MODEL "Once upon a time" --max-new-tokens 64',
+        'heterollm generate MODEL "What is a kernel?" --max-new-tokens 64',
+        'heterollm generate MODEL "Once upon a time" --raw',
         "heterollm generate MODEL - --temperature 0.7 --seed 1 < prompt.txt",
         'heterollm generate MODEL "def add(a, b):" --plan layer --json',
         'heterollm generate MODEL "Anna is 31." --json-schema schema.json --top-logprobs 3',
@@ -33,6 +34,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "chat": (
         "heterollm chat MODEL",
+        "heterollm chat bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M",
         'heterollm chat MODEL --system "Answer in one sentence." --temperature 0.7',
     ),
     "serve": (
@@ -43,7 +45,8 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "demo": ("heterollm demo", "heterollm demo --device sim:snapdragon-8gen3", "heterollm demo --json"),
     "pull": (
         "heterollm pull HuggingFaceTB/SmolLM2-135M-Instruct",
-        "heterollm pull bartowski/SmolLM2-135M-Instruct-GGUF --gguf '*Q4_K_M*'",
+        "heterollm pull bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M",
+        "heterollm pull qwen3-0.6b",
     ),
     "convert": (
         "heterollm convert MODEL -o small",
@@ -83,6 +86,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "plan": (
         "heterollm plan MODEL --explain",
         "heterollm plan MODEL --prompt 64,300 --plan tensor",
+        "heterollm plan MODEL --html plan.html",
         "heterollm plan MODEL --profile phone.json -o phone-plan.json",
     ),
     "bench": (
@@ -90,7 +94,11 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
         "heterollm bench MODEL -p 256,300 -n 0 --engine self,llama.cpp -o rows.jsonl",
         "heterollm bench --from rows.jsonl --html bench.html",
     ),
-    "trace": ("heterollm trace run.json", "heterollm trace run.json --png run.png"),
+    "trace": (
+        "heterollm trace run.json",
+        "heterollm trace run.json --html run.html",
+        "heterollm trace run.json --png run.png",
+    ),
     "simulate": (
         "heterollm simulate",
         "heterollm simulate llama-3-8b --prompt 300 --plan gpu",
@@ -108,7 +116,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
 
 
 SUMMARIES: Final[dict[str, str]] = {
-    "generate": "Continue a prompt.",
+    "generate": "Answer a prompt.",
     "chat": "Talk to a model.",
     "serve": "Serve a model to clients of several APIs and to a browser.",
     "demo": "See GPU, NPU and both at work in a minute; no download.",

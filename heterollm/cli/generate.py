@@ -43,8 +43,12 @@ class PromptOptions:
     ] = None
     system: Annotated[
         str | None,
-        typer.Option(help="Instructions before the prompt, in the chat template; '': the template alone."),
+        typer.Option(help="Instructions before the prompt, in the chat template."),
     ] = None
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="Continue the text as it is, also where a model has a chat template."),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def generate(
     model: Model,
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", help="The text to continue; - or a pipe instead: stdin."),
+        typer.Argument(metavar="PROMPT", help="A question, or a text to continue; - or a pipe: stdin."),
     ] = None,
     *,
     given: PromptOptions,
@@ -99,24 +103,35 @@ def generate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a prompt: text to stdout as it is made, statistics to stderr."""
+    """Answer a prompt: text to stdout as it is made, statistics to stderr.
+
+    A model with a chat template answers the prompt as a message; another one, or --raw, continues the text.
+    """
     from heterollm.cli.answers import answer_lines, write_answer
-    from heterollm.cli.prompts import prompt_lines, single_prompt
+    from heterollm.cli.prompts import in_template, prompt_lines, single_prompt
     from heterollm.report import console as report
 
     if given.prompts is not None and (prompt is not None or given.file or as_json):
         raise typer.BadParameter("--prompts excludes PROMPT, --file and --json: it writes JSON lines.")
+    if given.raw and given.system is not None:
+        raise typer.BadParameter("--raw excludes --system, which needs the chat template.")
     lines = None if given.prompts is None else list(prompt_lines(given.prompts, given.system))
     asked = single_prompt(prompt, given.file or (), given.system) if lines is None else None
     keywords = answer.keywords() | asdict(choice) | {"max_new_tokens": max_new_tokens}
     _check_answer(keywords)
     trace = _trace_file(trace, options.device)
     with load_model(model, options, run, trace=trace is not None) as llm:
+        templated = llm.tokenizer.has_chat_template and not given.raw
         try:
             if asked is not None:
+                if templated and not asked.messages:
+                    report.show(
+                        report.note("The prompt is a message in the model's chat template; see --raw.")
+                    )
+                    asked = asked.in_template()
                 write_answer(llm, model, asked, keywords, as_json=as_json)
             elif lines is not None:
-                answer_lines(llm, lines, keywords)
+                answer_lines(llm, in_template(lines) if templated else lines, keywords)
         finally:
             if trace is not None:
                 report.show(report.note(_write_trace(llm, trace)))

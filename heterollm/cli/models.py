@@ -21,7 +21,15 @@ commands = command_group()
 
 @commands.command()
 def pull(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="OWNER/NAME on the Hugging Face hub.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="OWNER/NAME or OWNER/NAME:Q4_K_M on the Hugging Face hub; or a known name such as "
+            "qwen3-0.6b.",
+            autocompletion=cli_complete.known_models,
+        ),
+    ],
     gguf: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="The GGUF file to fetch, such as '*Q4_K_M*'.")
     ] = None,

@@ -98,7 +98,8 @@ IntegerList: TypeAlias = Sequence[int]
 
 ModelArgument = typer.Argument(
     metavar="MODEL",
-    help="Folder of a checkpoint, its hub name, a GGUF file, or tiny-python-lm (bundled).",
+    help="A folder, a GGUF file, OWNER/NAME or OWNER/NAME:Q4_K_M on the Hugging Face hub, a known name such "
+    "as qwen3-0.6b, or tiny-python-lm (bundled).",
     autocompletion=cli_complete.models,
 )
 Model = Annotated[str, ModelArgument]

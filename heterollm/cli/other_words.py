@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from heterollm.base import OptionError
@@ -74,6 +75,8 @@ UNLIKE_OPTIONS: Final[Mapping[str, str]] = {
 def own_words(words: Sequence[str], program: Any) -> list[str]:  # noqa: ANN401 - of typer's own click
     """Return a command's words with heterollm's names for those of other programs.
 
+    A model in place of a command is that of ``run``: with a prompt it answers that, without it talks.
+
     Args:
         words: Words after the program's name.
         program: The group of all commands, whose own names come first.
@@ -89,14 +92,36 @@ def own_words(words: Sequence[str], program: Any) -> list[str]:  # noqa: ANN401 
         if name in UNLIKE_COMMANDS:
             raise OptionError(f"heterollm has no command {name!r}.", fix=f"{UNLIKE_COMMANDS[name]}.")
         if name not in COMMANDS:
-            return list(words)
+            return (
+                own_words([*words[:place], "run", *words[place:]], program) if is_model(name) else list(words)
+            )
     command = program.commands.get(COMMANDS.get(name, name)) or program.commands[name]
     if not hasattr(command, "commands"):  # a group's own commands have their own options
         rest = list(_own_options(rest, command))
     own = COMMANDS.get(name, name) if name not in program.commands else name
     if name == "run" and own == "chat" and _positional(rest, command) > 1:
-        own, rest = "generate", [*rest, "--system", ""] if "--" not in rest else ["--system", "", *rest]
+        own = "generate"
     return [*words[:place], own, *rest]
+
+
+def is_model(word: str) -> bool:
+    """Return whether a word in place of a command means a model: a file, a folder, or a name."""
+    from heterollm.base import is_exported
+
+    try:
+        path = Path(word).expanduser()
+        if path.is_dir():
+            return (path / "config.json").is_file() or is_exported(path)
+        if path.is_file() or path.suffix.lower() == ".gguf":
+            return path.suffix.lower() == ".gguf"
+    except (OSError, RuntimeError, ValueError):  # too long, a null character, or the home of nobody
+        return False
+    if set(word) & {"/", "\\"}:  # the loader says whether a hub's name or a path is meant
+        return True
+    from heterollm.data import BUNDLED_NAME
+    from heterollm.model import KNOWN_MODELS, is_ollama_name
+
+    return word == BUNDLED_NAME or word.lower() in KNOWN_MODELS or is_ollama_name(word)
 
 
 def _own_options(words: Sequence[str], command: Any) -> Iterator[str]:  # noqa: ANN401

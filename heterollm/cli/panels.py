@@ -27,14 +27,14 @@ PANELS: Final[Mapping[str, str]] = {
 """Options by panel, in the order of the help; others follow under "Options"."""
 
 SHORT: Final[Mapping[str, str]] = {
-    "generate": "precision context max_new_tokens temperature top_p seed json_schema device plan speculative "
-    "file system as_json",
+    "generate": "precision context max_new_tokens temperature top_p json_schema device plan speculative "
+    "file system raw as_json",
     "chat": "precision lora context kv_bits max_new_tokens temperature top_p seed device profile plan "
     "speculative system",
     "serve": "precision context temperature max_tokens device plan speculative host port name api_key "
     "sessions_gib live",
-    "plan": "precision context device profile plan techniques forbid prompt decode explain steps "
-    "output as_json",
+    "plan": "precision context device profile plan techniques prompt decode explain steps "
+    "output html as_json",
     "simulate": "soc gpu_load what_if sync plan techniques prompt decode timeline explain form output "
     "as_json",
     "bench": "precision device threads plan techniques engine prompt decode depth repetitions form output "

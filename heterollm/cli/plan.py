@@ -68,6 +68,10 @@ class AnswerOptions:
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan to this file.")
     ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write one page: who computes what at every length, and times."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +128,15 @@ def plan_model(
     from heterollm.base import OptionError, check_target, write_json
     from heterollm.loading import plan_for
     from heterollm.planning import LoadOptions
+    from heterollm.report import console as report
 
     prompts = answer.prompt
     if min(prompts) < 1:
         raise OptionError("--prompt is 0.", fix="Prompts have at least one token.")
     if answer.output is not None:
         check_target(answer.output, "plan")
+    if answer.html is not None:
+        check_target(answer.html, "page")
     options = LoadOptions(
         device=source.device,
         plan=answer.plan,
@@ -145,9 +152,12 @@ def plan_model(
         request=_request(limits, attention),
         defaults=options_of_file(),
     )
-    planned = plan_for(model, options, source.profile)
+    with report.progress_bars() as progress:
+        planned = plan_for(model, options, source.profile, progress)
     if answer.output is not None:
         planned.plan.save(answer.output)
+    if answer.html is not None:
+        _write_page(model, planned, answer, answer.html)
     if answer.steps:
         from heterollm.cli.steps import show_steps
 
@@ -159,6 +169,18 @@ def plan_model(
         write_json(json.loads(planned.plan.to_json()))
         return
     _show(planned, prompts, answer)
+
+
+def _write_page(model: str, planned: Planned, answer: AnswerOptions, path: Path) -> None:
+    from heterollm.base import labelled, save_file
+    from heterollm.report import console as report
+    from heterollm.report import plan_page
+
+    assert planned.model is not None
+    path = labelled(path, simulated=planned.model.profile.time_kind == "simulated")
+    name = model.replace("\\", "/").rstrip("/").rpartition("/")[2] or model
+    save_file(path, plan_page(name, planned, answer.prompt, answer.decode).encode())
+    report.show(report.note(f"Wrote {path}."))
 
 
 def _request(limits: LimitOptions, attention: AttentionOptions) -> PlanRequest:

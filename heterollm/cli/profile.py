@@ -242,7 +242,7 @@ def profile_show(
         Path | None, typer.Option(metavar="FOLDER", help="Draw plots into this folder, as PNG files.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one page with tables and plots.")
+        Path | None, typer.Option(metavar="FILE", help="Write one page with charts and tables.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

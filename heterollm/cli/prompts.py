@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,7 @@ FIELDS: Final = frozenset({"id", "prompt", "system", "messages"})
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text to continue, or a dialogue to answer.
+    """A text to continue, a message to answer, or a dialogue.
 
     Args:
         text: The text; of a dialogue, the last message.
@@ -56,6 +56,17 @@ class Prompt:
             return cls(text, (), key)
         instructions = [{"role": "system", "content": system}] if system else []
         return cls(text, (*instructions, {"role": "user", "content": text}), key)
+
+    def in_template(self) -> Prompt:
+        """Return the prompt as a message, for a model that has a chat template; a dialogue is one already."""
+        return self if self.messages else replace(self, messages=({"role": "user", "content": self.text},))
+
+
+def in_template(
+    lines: Sequence[tuple[int, Prompt | HeteroLLMError]],
+) -> list[tuple[int, Prompt | HeteroLLMError]]:
+    """Return numbered prompts as messages; errors stay."""
+    return [(number, one.in_template() if isinstance(one, Prompt) else one) for number, one in lines]
 
 
 def single_prompt(words: str | None, files: Sequence[Path], system: str | None) -> Prompt:

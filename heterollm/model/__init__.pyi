@@ -33,11 +33,13 @@ from .exported_checkpoint import write_floats as write_floats
 from .fusion import fusion_obstacle as fusion_obstacle
 from .fusion import norm_before as norm_before
 from .hub import pull_model as pull_model
+from .hub_names import is_ollama_name as is_ollama_name
 from .known import KNOWN_MODELS as KNOWN_MODELS
 from .known import FoundModel as FoundModel
 from .known import default_shapes as default_shapes
 from .known import find_model as find_model
 from .layers import LayerStage as LayerStage
+from .known_names import KNOWN_REPOSITORIES as KNOWN_REPOSITORIES
 from .layout import kept_formats as kept_formats
 from .layout import op_specs as op_specs
 from .library import StoredModel as StoredModel

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, file_digests
+from heterollm.base import CheckpointError, Progress, file_digests, silent
 from heterollm.kernels.formats import QuantizedTensor, as_float32
 from heterollm.kernels.ops import WeightFormat
 from heterollm.model.checkpoint_folder import checkpoint_folder, no_checkpoint
@@ -67,19 +67,20 @@ class Checkpoint:
         factors: Factors on rows of tensors by name, which are read with them.
     """
 
-    def __init__(self, name: Path | str, lora: Path | str | None = None) -> None:
+    def __init__(self, name: Path | str, lora: Path | str | None = None, progress: Progress = silent) -> None:
         """Open a local folder, a GGUF file or a hub name, and check the headers of all files.
 
         Args:
             name: The checkpoint.
             lora: Folder of an adapter, which is merged into the weights as they are read.
+            progress: Called with the bytes done and the total while files are fetched.
 
         Raises:
             CheckpointError: The checkpoint is missing or incomplete, or a file is damaged; or the adapter
                 does not fit the checkpoint.
             UnsupportedModelError: The adapter is no LoRA of linears alone.
         """
-        self.folder = checkpoint_folder(name)
+        self.folder = checkpoint_folder(name, progress=progress)
         self.factors: Mapping[str, NDArray[np.float32]] = {}
         self._hashed_paths: list[Path] = []
         self._files: dict[str, TensorFile] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from heterollm.base import CheckpointError, OptionError, is_exported, silent
+from heterollm.base import CheckpointError, OptionError, Progress, is_exported, silent
 from heterollm.data import BUNDLED_NAME, bundled_model
 from heterollm.model.hub_names import is_ollama_name, parse_hub_name
 from heterollm.model.stored import foreign_format, gguf_folder, is_gguf
@@ -14,13 +14,14 @@ ALIKE = 0.85
 """Likeness from which on a name is a misspelt one of the bundled model."""
 
 
-def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
+def checkpoint_folder(name: Path | str, *, weights: bool = True, progress: Progress = silent) -> Path:
     """Return the folder of a local checkpoint, of a GGUF file, of the bundled model, or of one from the hub.
 
     Args:
-        name: A folder, a GGUF file, a hub name, or the name of the bundled model; a folder of that name comes
-            first.
+        name: A folder, a GGUF file, a hub name, or the name of the bundled or a known model; a folder of that
+            name comes first.
         weights: Whether to fetch all files, or only the model's configuration.
+        progress: Called with the bytes done and the total while files are fetched.
 
     Raises:
         OptionError: The name is empty or no text.
@@ -55,11 +56,13 @@ def checkpoint_folder(name: Path | str, *, weights: bool = True) -> Path:
             f"There is no folder {folder}.", fix="Name a checkpoint's folder, a GGUF file or a hub name."
         )
     # A folder needs no huggingface_hub.
-    from heterollm.model.hub import hub_folder, pull_model
+    from heterollm.model.hub import hub_file, hub_folder
 
-    if named.gguf is not None:
-        return gguf_folder(pull_model(named.name, named.gguf, silent))
-    return hub_folder(named.name, weights=weights)
+    if named.gguf is None and named.quant is None:
+        found = hub_folder(named.name, weights=weights, progress=progress)
+        if any(found.glob("*.safetensors" if weights else "config.json")):
+            return found
+    return gguf_folder(hub_file(named, progress))
 
 
 def no_checkpoint(path: Path, lack: str, fix: str) -> CheckpointError:

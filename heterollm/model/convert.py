@@ -25,7 +25,8 @@ from heterollm.model.blocks import FfnBlock, MixtureBlock
 from heterollm.model.checkpoint import Checkpoint
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_specs, expert_tensors, router_name
-from heterollm.model.hub import CONFIG_FILES, HUB_FILES
+from heterollm.model.hub import CONFIG_FILES
+from heterollm.model.hub_files import HUB_FILES
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import embedding_name, expected_tensors, head_name, op_specs, other_name
 from heterollm.model.tensor_file import layout_tensors, write_header
@@ -97,7 +98,7 @@ def convert_model(
     if os.path.lexists(folder):  # a link to nothing, too
         raise OptionError(f"{folder} exists.", fix="Name a new folder.")
     with _scratch_folder(folder) as scratch:
-        checkpoint = Checkpoint(model, lora)
+        checkpoint = Checkpoint(model, lora, progress)
         config = ModelConfig.from_folder(checkpoint.folder)
         _check_convertible(model, config)
         block = _block(config, group_size, symmetric)

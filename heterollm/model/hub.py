@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import huggingface_hub
 
-from heterollm.base import CheckpointError, OptionError, Progress, is_plain_name, locked
-from heterollm.model.hub_names import parse_hub_name
+from heterollm.base import CheckpointError, OptionError, Progress, is_plain_name, locked, silent
+from heterollm.model.hub_files import HUB_FILES, HUB_IGNORED, needed_files, plain_files
+from heterollm.model.hub_names import HubName, parse_hub_name
 from heterollm.model.stored import part_names
 
-HUB_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 CONFIG_FILES: Final = ("config.json", "generation_config.json")
-HUB_IGNORED: Final = ("*/*", "consolidated*")
 
 SHA_256: Final = re.compile("[0-9a-f]{64}")
 NAMING_HEADERS: Final = ("ETag", "X-Linked-ETag", "X-Repo-Commit", "X-Xet-Hash")
@@ -36,16 +34,18 @@ RESUMED_BYTES: Final = 16 << 20
 UNREACHED: Final = {"TransportError", "ConnectionError"}
 """Errors of a connection, by the names that several libraries give them."""
 
-LISTED: Final = 12
-"""Most GGUF files that a message lists."""
+
+class HubUnreachedError(CheckpointError):
+    """The hub could not be asked: there is no connection, or it is forbidden."""
 
 
-def hub_folder(name: str, *, weights: bool = True) -> Path:
+def hub_folder(name: str, *, weights: bool = True, progress: Progress = silent) -> Path:
     """Return the folder of a model in the hub's cache, after fetching the files that it lacks.
 
     Args:
         name: The hub name.
         weights: Whether to fetch all files, or only the model's configuration.
+        progress: Called with the bytes done and the total.
 
     Raises:
         CheckpointError: The hub did not deliver it.
@@ -56,6 +56,7 @@ def hub_folder(name: str, *, weights: bool = True) -> Path:
             name,
             allow_patterns=list(HUB_FILES if weights else CONFIG_FILES),
             ignore_patterns=list(HUB_IGNORED),
+            tqdm_class=_snapshot_bar(f"Fetching {name}", progress),
         )
     except CheckpointError:
         raise
@@ -64,6 +65,36 @@ def hub_folder(name: str, *, weights: bool = True) -> Path:
         problem, fix = _problem(name, error)
         raise CheckpointError(f"There is no folder {name}, and {problem}.", fix=fix) from error
     return Path(found)
+
+
+def hub_file(named: HubName, progress: Progress = silent) -> Path:
+    """Return the GGUF file of a model, after fetching it; without a connection the one in the hub's cache.
+
+    Args:
+        named: The model, with or without the quantisation of its file.
+        progress: Called with the bytes done and the total.
+
+    Raises:
+        OptionError: No file or several have the quantisation.
+        CheckpointError: The hub did not deliver it.
+    """
+    try:
+        return _pull(named, named.gguf, progress)
+    except HubUnreachedError:
+        if (kept := _kept_file(named)) is None:
+            raise
+        return kept
+
+
+def _kept_file(named: HubName) -> Path | None:
+    """Return the GGUF file that the hub's cache has of a model; None unless one alone is meant and whole."""
+    try:
+        folder = Path(huggingface_hub.snapshot_download(named.name, local_files_only=True))
+        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf") if path.is_file()]
+        found = needed_files(named.name, files, named.gguf, named.quant)
+    except Exception:  # noqa: BLE001 - the error of the connection says more
+        return None
+    return folder / found[0] if set(found) == {*part_names(found[0])} else None
 
 
 def pull_model(name: str, gguf: str | None, progress: Progress) -> Path:
@@ -85,12 +116,16 @@ def pull_model(name: str, gguf: str | None, progress: Progress) -> Path:
     named = parse_hub_name(name)
     if named is None:
         raise OptionError(f"{name!r:.200} is no name of a model on the hub.", fix="Give OWNER/NAME.")
-    name, gguf = named.name, gguf or named.gguf
+    return _pull(named, gguf or named.gguf, progress)
+
+
+def _pull(named: HubName, gguf: str | None, progress: Progress) -> Path:
+    name = named.name
     try:
         _check_answers()
         info = huggingface_hub.HfApi().model_info(name, files_metadata=True)
         sizes = plain_files({file.rfilename: file.size or 0 for file in info.siblings or ()})
-        wanted = needed_files(name, tuple(sizes), gguf)
+        wanted = needed_files(name, tuple(sizes), gguf, named.quant)
         bytes_of = _Bytes(f"Fetching {name}", sum(sizes[file] for file in wanted), progress)
         paths = []
         for file in wanted:
@@ -104,13 +139,9 @@ def pull_model(name: str, gguf: str | None, progress: Progress) -> Path:
     except Exception as error:
         problem, fix = _problem(name, error)
         message = f"{name} was not fetched: {problem}."
-        raise CheckpointError(message, fix=f"{fix} Files that have arrived are kept.") from error
+        kind = HubUnreachedError if _is_unreached(error) else CheckpointError
+        raise kind(message, fix=f"{fix} Files that have arrived are kept.") from error
     return paths[0] if wanted[0].endswith(".gguf") else paths[0].parent
-
-
-def plain_files(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the files whose names stay in a folder, on every system."""
-    return {file: size for file, size in sizes.items() if all(map(is_plain_name, file.split("/")))}
 
 
 def _check_answers() -> None:
@@ -201,38 +232,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def needed_files(name: str, files: Sequence[str], gguf: str | None) -> list[str]:
-    """Return the files of a model that a load needs: safetensors with settings and tokenizer, or one GGUF.
-
-    All parts of a split GGUF file are one.
-
-    Raises:
-        OptionError: No GGUF file or several match the pattern.
-        CheckpointError: The model has neither kind of files.
-    """
-    ggufs = sorted(file for file in files if file.endswith(".gguf"))
-    plain = [file for file in files if _matches(file, HUB_FILES) and not _matches(file, HUB_IGNORED)]
-    if gguf is None and any(file.endswith(".safetensors") for file in plain):
-        # Settings first: what a load refuses by them costs no download of weights.
-        return sorted(plain, key=lambda file: (file.endswith(".safetensors"), file))
-    found = ggufs if gguf is None else [file for file in ggufs if _matches(file, (gguf, f"*/{gguf}"))]
-    if found and set(found) <= {*(parts := part_names(found[0]))}:
-        return [file for file in parts if file in ggufs]
-    if not ggufs:
-        raise CheckpointError(
-            f"{name} has no GGUF files." if gguf else f"{name} has neither safetensors nor GGUF files.",
-            fix="Only these are read: no .bin and no .pth files. Look for another repository of the model.",
-        )
-    shown = ", ".join(found or ggufs) if len(found or ggufs) <= LISTED else f"{len(found or ggufs)} files"
-    like = f" like {gguf!r:.80}" if gguf else ""
-    said = f"{len(found) or 'no'} GGUF files{like}"
-    raise OptionError(f"{name} has {said}: {shown}.", fix="Choose one: --gguf '*Q4_K_M*', for example.")
-
-
-def _matches(file: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(file.lower(), pattern.lower()) for pattern in patterns)
-
-
 class _Bytes:
     """Adds up the bytes of several files."""
 
@@ -276,6 +275,34 @@ class _Bytes:
         return Bar
 
 
+def _snapshot_bar(stage: str, progress: Progress) -> type:
+    """Return a class in place of tqdm's that reports the bytes of a snapshot and shows nothing itself."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        """Also counts files, which is not reported."""
+
+        def display(self, *_arguments: Any, **_options: Any) -> None:  # noqa: ANN401
+            """Show nothing: the program has a bar of its own."""
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown: bool | None = super().update(n)
+            if self.unit == "B" and self.total:
+                progress(stage, int(min(self.n, self.total)), int(self.total))
+            return shown
+
+    return Bar
+
+
+def _is_unreached(error: Exception) -> bool:
+    """Return whether nobody answered, or nobody was asked."""
+    from huggingface_hub import errors
+
+    unasked = (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, unasked) or isinstance(error.__cause__, unasked) or bool(kinds & UNREACHED)
+
+
 def _problem(name: str, error: Exception) -> tuple[str, str]:
     """Return why the hub did not give a model, and what to do."""
     from huggingface_hub import errors
@@ -305,8 +332,7 @@ def _problem(name: str, error: Exception) -> tuple[str, str]:
         if isinstance(failed, errors.HfHubHTTPError):
             status = failed.response.status_code
             return f"the Hugging Face hub answered with status {status}", "Run the command again later."
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if isinstance(error, errors.LocalEntryNotFoundError) or kinds & UNREACHED:
+    if _is_unreached(error):
         return (
             "the Hugging Face hub cannot be reached, and its cache here lacks the model",
             "Check the connection (HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror), or name a folder.",

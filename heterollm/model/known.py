@@ -11,13 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
-from heterollm.base import CheckpointError, UnsupportedModelError
+from heterollm.base import CheckpointError, Progress, UnsupportedModelError, silent
 from heterollm.data import BUNDLED_NAME
 from heterollm.kernels.ops import Precision, Scales
 from heterollm.model.checkpoint_folder import checkpoint_folder
 from heterollm.model.closest import closest_config
 from heterollm.model.config import ModelConfig
-from heterollm.model.hub_names import is_hub_name
+from heterollm.model.hub_names import parse_hub_name
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.known_sizes import DEVICE_ROWS, ROWS
 from heterollm.model.shape import ModelShape, model_shape, read_config
@@ -189,31 +189,34 @@ class FoundModel(NamedTuple):
     note: str
 
 
-def find_model(name_or_path: str | Path, *, closest: bool = True) -> FoundModel:
+def find_model(name_or_path: str | Path, *, closest: bool = True, progress: Progress = silent) -> FoundModel:
     """Return the configuration of a known model, a folder, a ``config.json``, the bundled or a hub's model.
 
     Args:
-        name_or_path: A name in :data:`KNOWN_MODELS`, in any case; a folder with a ``config.json``; such a
-            file; a GGUF file; the name of the bundled model; or a hub name with its owner, of which only the
-            configuration is fetched.
+        name_or_path: A name in :data:`KNOWN_MODELS`, in any case, unless a folder has it; a folder with a
+            ``config.json``; such a file; a GGUF file; the name of the bundled model; or a hub name with its
+            owner, of which only the configuration or the GGUF file is fetched.
         closest: Whether the closest Llama may approximate a model of an unsupported family, for uses in
             which only shapes count.
+        progress: Called with the bytes done and the total while files are fetched.
 
     Raises:
         CheckpointError: There is no such model, or the file is not sound.
         UnsupportedModelError: The family is not supported, and no Llama approximates it.
     """
     known = KNOWN_MODELS.get(str(name_or_path).lower())
-    if known is not None:
+    if known is not None and not Path(name_or_path, "config.json").is_file():
         return FoundModel(str(name_or_path).lower(), known.config, "")
     try:
         path = Path(name_or_path).expanduser()
         if is_gguf(path):
             path = gguf_folder(path)
         text = str(name_or_path)
-        by_name = not path.exists() and (text == BUNDLED_NAME or ("/" in text and is_hub_name(text)))
+        by_name = not path.exists() and (
+            text == BUNDLED_NAME or ("/" in text and parse_hub_name(text) is not None)
+        )
         if by_name:
-            path = checkpoint_folder(name_or_path, weights=False)
+            path = checkpoint_folder(name_or_path, weights=False, progress=progress)
         if path.exists() and not (path / "config.json").is_file() and (other := foreign_format(path)):
             raise other
         if path.is_dir():

@@ -199,7 +199,7 @@ def precompile(
     layers = _context_layers(context_layers, partly=prompts is not None or not decode)
     npu = open_compiler(soc, layers)
     wanted = _wanted(prompts, decode, npu.standard_lengths)
-    checkpoint = Checkpoint(model)
+    checkpoint = Checkpoint(model, progress=report)
     config = ModelConfig.from_folder(checkpoint.folder)
     positions = choose_context(config, context)
     planned = plan_ahead(npu, options, config, positions, profile)

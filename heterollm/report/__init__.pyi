@@ -8,6 +8,8 @@ from .demo import demo_heading as demo_heading
 from .demo import demo_report as demo_report
 from .doctor import diagnosis_report as diagnosis_report
 from .page_bench import bench_page as bench_page
+from .page_plan import plan_page as plan_page
+from .page_trace import trace_page as trace_page
 from .picture import check_picture as check_picture
 from .picture import write_picture as write_picture
 from .plan import plan_report as plan_report

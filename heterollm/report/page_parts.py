@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +13,9 @@ from typing import Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from heterollm.base import Section
 
@@ -51,19 +56,34 @@ def kind_word(time_kind: str | None) -> str:
     return KINDS.get(time_kind or "", time_kind or "not run")
 
 
-def page_html(title: str, body: Sequence[Markup]) -> str:
+def page_html(title: str, body: Sequence[Markup], *, script: str = "", data: object = None) -> str:
     """Return a whole page.
 
     Args:
         title: Its title and first heading.
         body: Its parts, as the functions of this module return them.
+        script: The one script that may run, which reads ``data``; without it none may.
+        data: JSON values for the script.
     """
-    return _environment().get_template("page.html.jinja").render(title=title, body=body)
+    # In a script only `<` could end it; a page must not depend on what a name says.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    return (
+        _environment()
+        .get_template("page.html.jinja")
+        .render(
+            title=title,
+            body=body,
+            script=Markup(script),  # noqa: S704 - the program's own
+            digest=digest,
+            data=Markup(text),  # noqa: S704 - escaped above
+        )
+    )
 
 
 def title_html(words: str, level: int) -> Markup:
     """Return a heading."""
-    return _part("title", words, level)
+    return part_html("title", words, level)
 
 
 def section_html(section: Section, kind: str, *, level: int = 2) -> Markup:
@@ -74,17 +94,17 @@ def section_html(section: Section, kind: str, *, level: int = 2) -> Markup:
         kind: Kind of its numbers; the caption of the table.
         level: Of the heading; a section without title has none.
     """
-    return _part("section", section, kind, level, LONG_CELL, LONG_NAME)
+    return part_html("section", section, kind, level, LONG_CELL, LONG_NAME)
 
 
 def list_html(lines: Sequence[str]) -> Markup:
     """Return a list of sentences; commands between backticks become code."""
-    return _part("bullets", lines)
+    return part_html("bullets", lines)
 
 
 def sentences_html(lines: Sequence[str]) -> Markup:
     """Return sentences as paragraphs; commands between backticks become code."""
-    return _part("sentences", lines)
+    return part_html("sentences", lines)
 
 
 def bars_html(bars: Sequence[Bar], caption: str, keys: Sequence[tuple[str, str]] = ()) -> Markup:
@@ -97,16 +117,32 @@ def bars_html(bars: Sequence[Bar], caption: str, keys: Sequence[tuple[str, str]]
     """
     lengths = [sum(size for size, _ in bar.pieces) for bar in bars]
     longest = max([*lengths, *(end for bar in bars for end in bar.spread or ())], default=0.0)
-    return _part("bars", [(bar, list(_rectangles(bar, longest))) for bar in bars], caption, keys)
+    return part_html("bars", [(bar, list(_rectangles(bar, longest))) for bar in bars], caption, keys)
 
 
-def pictures_html(pictures: Sequence[tuple[str, bytes]]) -> Markup:
-    """Return PNG pictures with their captions; the files are in the page."""
-    drawn = [
-        (caption[:1].upper() + caption[1:], base64.b64encode(png).decode("ascii"))
-        for caption, png in pictures
-    ]
-    return _part("pictures", drawn)
+def side_by_side_html(charts: Sequence[Markup]) -> Markup:
+    """Return charts in as many columns as the window has room for."""
+    return part_html("side_by_side", charts)
+
+
+def report_html(shown: Group, kind: str) -> Iterator[Markup]:
+    """Yield the parts of a report of the terminal: its tables as sections, its lines as paragraphs.
+
+    Args:
+        shown: The report.
+        kind: Kind of its numbers; the caption of each table.
+    """
+    for part in shown.renderables:
+        if isinstance(part, Table):
+            yield section_html(_section_of(part), kind)
+        elif isinstance(part, Text) and part.plain.strip():
+            yield sentences_html([part.plain.strip()])
+
+
+def _section_of(shown: Table) -> Section:
+    columns = tuple(f"{'>' if column.justify == 'right' else ''}{column.header}" for column in shown.columns)
+    rows = zip(*([str(cell) for cell in column.cells] for column in shown.columns), strict=True)
+    return Section(getattr(shown, "heading", ""), columns, tuple(rows))
 
 
 def _rectangles(bar: Bar, longest: float) -> Iterator[tuple[str, float, float, int, int]]:
@@ -136,8 +172,8 @@ def _environment() -> Environment:
     return environment
 
 
-def _part(name: str, *arguments: object) -> Markup:
-    """Return the markup of a macro of the parts' template."""
+def part_html(name: str, *arguments: object) -> Markup:
+    """Return the markup of a macro of the parts' template, by its name."""
     macro: Callable[..., Markup] = getattr(_environment().get_template("parts.html.jinja").module, name)
     return macro(*arguments)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
 
 
-def plan_report(planned: Planned, prompts: Sequence[int], decode: int, *, explain: bool) -> RenderableType:
+def plan_report(planned: Planned, prompts: Sequence[int], decode: int, *, explain: bool) -> Group:
     """Return the tables of some passes under a plan by a profile, and its notes.
 
     Args:

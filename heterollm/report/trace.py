@@ -16,7 +16,7 @@ OPERATORS: Final = 14
 """Rows of the table of operators; the other operators take little time."""
 
 
-def trace_report(trace: Trace) -> RenderableType:
+def trace_report(trace: Trace) -> Group:
     """Return the tables of a trace: each phase in numbers, then where its time went."""
     kind = f"{trace.time_kind} time"
     parts: list[RenderableType] = [

@@ -8,6 +8,7 @@ from .gguf_folder import gguf_folder as gguf_folder
 from .gguf_folder import open_gguf as open_gguf
 from .gguf_model import GgufTensors as GgufTensors
 from .gguf_split import part_names as part_names
+from .gguf_split import whole_name as whole_name
 from .packed_linears import PackedLinears as PackedLinears
 from .packed_linears import PackedTensor as PackedTensor
 from .stacked_experts import StackedExperts as StackedExperts

@@ -16,7 +16,6 @@ from heterollm.benchmarks.rows import OperatorRow
 from heterollm.cli import main
 from heterollm.profiler import summarize
 from heterollm.report import bench_page, runs_of
-from heterollm.report.plots import draw
 from heterollm.report.profile_files import profile_page
 
 EVIL = "<script>alert('x')</script>&\x00\ud800\"><img src=x onerror=1>"
@@ -172,8 +171,6 @@ addEventListener("load", () => {
       name: frame.title,
       width: root.clientWidth,
       content: root.scrollWidth,
-      broken: [...page.images].filter(image => !image.complete || !image.naturalWidth).length,
-      images: page.images.length,
       bars: page.querySelectorAll("svg rect").length,
       tables: page.querySelectorAll("table").length,
       tallest: Math.max(...[...page.querySelectorAll("h1")].map(title => title.offsetHeight)),
@@ -192,8 +189,7 @@ def browser():
 def test_pages_fit_a_phone_and_a_desk(rows, changed, sample_profile, tmp_path):
     long = [changed(one, model_filename="/a/" + "x" * 90, label=f"{one.label} {'y' * 60}") for one in rows]
     summary = summarize(sample_profile(gpu="g" * 90))
-    pictures = [(title, png) for name, title, png in draw(summary) if name in ("gpu", "bandwidth")]
-    pages = {"bench": bench_page([rows, long]), "profile": profile_page(summary, pictures)}
+    pages = {"bench": bench_page([rows, long]), "profile": profile_page(summary)}
     frames = "".join(
         f'<iframe title="{name} {width}" style="width: {width}px; height: 800px; border: 0" '
         f'srcdoc="{escape(text)}"></iframe>'
@@ -220,9 +216,8 @@ def test_pages_fit_a_phone_and_a_desk(rows, changed, sample_profile, tmp_path):
     for name, item in found.items():
         assert item["width"] == int(name.split()[1]), name
         assert item["content"] <= item["width"], f"{name} is {item['content']} pixels wide"
-        assert item["broken"] == 0, name
         assert item["tables"] > 4, name
         assert 0 < item["tallest"] < 400, name
     assert found["bench 390"]["bars"] > 10
-    assert found["profile 390"]["images"] == len(pictures) == 2
+    assert found["profile 390"]["bars"] > 5
     assert "CONSOLE" not in done.stderr, [line for line in done.stderr.splitlines() if "CONSOLE" in line]

@@ -65,6 +65,7 @@ class FakeModel:
         self.notes = ("a note",)
         self.plan_notes = ("a note on the plan",)
         self.failures = self.pass_notes = ("The NPU part failed.",)
+        self.tokenizer = Named(has_chat_template=False)
         self.closed = False
         self.expert_reads = None
 

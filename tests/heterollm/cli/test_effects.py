@@ -76,6 +76,7 @@ ROWS = {
         "file": "--file FILE",
         "prompts": "--prompts FILE",
         "system": "--system s",
+        "raw": "--raw",
         "max_new_tokens": "--max-new-tokens 3",
         "stop": "--stop x",
         "json_schema": "--json-schema {}",
@@ -125,6 +126,7 @@ ROWS = {
         "explain": "--explain",
         "steps": "--steps",
         "output": "-o OUT",
+        "html": "--html OUT",
         "context": "--context 64",
         "gpu_share": "--gpu-share 0.5",
         "energy_weight": "--energy-weight 0.5",
@@ -284,7 +286,7 @@ ROWS = {
     "devices": {"as_json": "--json"},
     "list": {"as_json": "--json"},
     "rm": {"yes": "--yes"},
-    "trace": {"png": "--png PICTURE", "as_json": "--json"},
+    "trace": {"png": "--png PICTURE", "html": "--html PAGE", "as_json": "--json"},
     "profile list": {"as_json": "--json"},
     "profile show": {
         "everything": "--all",
@@ -356,14 +358,16 @@ BASES = {
 """For each command that works: a line to which options are added, and the function that gets them."""
 
 BESIDE = {
-    *(("generate", name) for name in ("file", "prompts", "system", "max_new_tokens", "stop", "as_json")),
+    *(("generate", name) for name in ("file", "prompts", "system", "raw", "max_new_tokens", "stop")),
+    ("generate", "as_json"),
     *(("generate", name) for name in ("json_schema", "grammar", "top_logprobs", *TOKENS)),
     *(("chat", name) for name in ("max_new_tokens", "system", *TOKENS)),
     *(("serve", name) for name in ROWS["serve"] if name not in LOADED and name != "live"),
     *(("generate", "profile"), ("chat", "profile"), ("serve", "profile"), ("demo", "as_json")),
     *((command, "as_json") for command in ("eval", "export", "compile", "calibrate", "profile", "doctor")),
     ("convert", "as_json"),
-    *(("plan", name) for name in ("profile", "prompt", "decode", "explain", "steps", "output", "as_json")),
+    *(("plan", name) for name in ("profile", "prompt", "decode", "explain", "steps", "output", "html")),
+    ("plan", "as_json"),
     *(("profile", name) for name in ("budget", "quick", "update", "characterise", "techniques", "no_tune")),
     *(("bench", name) for name in ("profile_first", "form", "as_json", "output", "picture", "html", "saved")),
 }

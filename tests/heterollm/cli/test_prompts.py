@@ -5,9 +5,11 @@ import json
 import sys
 
 import pytest
+from chat_models import CHATML, HERMES, chat_folder
 
 from heterollm.base import InputError
 from heterollm.cli.prompts import prompt_lines, single_prompt
+from heterollm.llm import LLM
 
 FEW = ("--device", "host", "--plan", "gpu", "--max-new-tokens", "4")
 TRUTH = '{"type": "boolean"}'
@@ -118,3 +120,44 @@ def test_a_schema_of_a_file_and_the_likeliest_tokens(run, bundled_model, tmp_pat
         code, out, err = run("generate", bundled_model, "x", "--json-schema", bad)
         assert (code, out) == (1, "")
         assert "device" not in err  # before the model is loaded
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The prompts that a model gets: texts, and lists of messages."""
+    seen = []
+    for name in ("stream", "stream_chat"):
+        method = getattr(LLM, name)
+        monkeypatch.setattr(
+            LLM,
+            name,
+            lambda self, given, method=method, **more: [seen.append(given), method(self, given, **more)][1],
+        )
+    return seen
+
+
+def test_a_model_with_a_chat_template_gets_a_message(run, bundled_model, tmp_path, prompts):
+    folder = chat_folder(tmp_path / "chat", HERMES, CHATML)
+    (tmp_path / "many.jsonl").write_text('{"prompt": "b"}\n{"prompt": "c", "system": "S"}\n', "utf-8")
+    message = {"role": "user", "content": "import os"}
+    code, _, err = run("generate", folder, "import os", *FEW)
+    assert (code, prompts.pop(0)) == (0, ({**message},))
+    assert "a message in the model's chat template; see --raw" in err
+    prompts.clear()  # a dialogue is rendered to a text
+    code, _, err = run("generate", folder, "import os", "--raw", *FEW)
+    assert (code, prompts) == (0, ["import os"])
+    assert "template" not in err
+    prompts.clear()
+    code, _, err = run("generate", bundled_model, "import os", *FEW)
+    assert (code, prompts) == (0, ["import os"])
+    assert "template" not in err
+    prompts.clear()
+    assert run("generate", folder, "--prompts", tmp_path / "many.jsonl", *FEW)[0] == 0
+    dialogues = [given for given in prompts if isinstance(given, tuple)]
+    assert [[one["content"] for one in given] for given in dialogues] == [["b"], ["S", "c"]]
+    prompts.clear()
+    assert run("generate", folder, "--prompts", tmp_path / "many.jsonl", "--raw", *FEW)[0] == 0
+    assert prompts[0] == "b"
+    code, out, err = run("generate", folder, "x", "--raw", "--system", "S")
+    assert (code, out) == (2, "")
+    assert "--raw excludes --system" in err

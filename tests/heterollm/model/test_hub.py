@@ -2,16 +2,21 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import gguf
 import pytest
+from gguf_writer import PLAIN, write_gguf
 
 from heterollm.base import CheckpointError, HeteroLLMError
 from heterollm.model import pull_model, stored_models
-from heterollm.model.hub import hub_folder, needed_files, plain_files
+from heterollm.model.checkpoint import checkpoint_folder
+from heterollm.model.hub import hub_folder
+from heterollm.model.hub_files import needed_files, plain_files, quantisation
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -36,7 +41,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub = self.server
-        info = re.fullmatch(r"/api/models/(\w+/[\w-]+)(/revision/\w+)?(\?.*)?", self.path)
+        info = re.fullmatch(r"/api/models/(\w+/[\w.-]+)(/revision/\w+)?(\?.*)?", self.path)
         tree = re.fullmatch(r"/api/models/(\w+/[\w-]+)/tree/.*", self.path)
         file = re.fullmatch(r"/(\w+/[\w-]+)/resolve/(main|\w{40})/([\w./-]+)", self.path)
         files = hub.repositories.get((info or tree or file or [None, None])[1])
@@ -82,19 +87,24 @@ def hub(tmp_path, monkeypatch):
     server = Hub({})
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    server.point_to = lambda url: point_to(monkeypatch, url, tmp_path / "hub")
+    server.point_to(f"http://127.0.0.1:{server.server_port}")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def point_to(monkeypatch, url, cache):
+    """Make the hub's client ask a server, and keep files in a folder."""
     for module in ("constants", "hf_api", "file_download", "_snapshot_download"):
         for name, value in (
             ("ENDPOINT", url),
             ("HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"),
-            ("HF_HUB_CACHE", str(tmp_path / "hub")),
+            ("HF_HUB_CACHE", str(cache)),
         ):
             monkeypatch.setattr(f"huggingface_hub.{module}.{name}", value, raising=False)
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", url)
-    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
-    yield server
-    server.shutdown()
-    server.server_close()
 
 
 def fetched(name, gguf=None):
@@ -163,13 +173,118 @@ def test_content_that_is_not_the_stated_one_is_refused(hub, tmp_path):
     [
         (["pytorch_model.bin", "config.json"], None, "neither safetensors nor GGUF"),
         (["a.Q4_0.gguf", "a.Q8_0.gguf"], None, "has 2 GGUF files: a.Q4_0.gguf, a.Q8_0.gguf"),
-        (["a.Q4_0.gguf", "a.Q8_0.gguf"], "*Q6_K*", r"has no GGUF files like '\*Q6_K\*'"),
+        (["a.Q4_0.gguf", "a.Q8_0.gguf"], "*Q6_K*", r"has no GGUF files like '\*Q6_K\*'; it has Q4_0, Q8_0"),
         (["model.safetensors"], "*Q6_K*", "has no GGUF files"),
     ],
 )
 def test_an_unclear_choice_is_refused(files, gguf, said):
     with pytest.raises(HeteroLLMError, match=said):
         needed_files("me/model", files, gguf)
+
+
+@pytest.mark.parametrize(
+    ("file", "quant"),
+    [
+        ("Qwen3-0.6B-Q4_K_M.gguf", "Q4_K_M"),
+        ("model.IQ4_XS.gguf", "IQ4_XS"),
+        ("m-UD-Q4_K_XL-00001-of-00003.gguf", "UD-Q4_K_XL"),
+        ("BF16/m-BF16-00001-of-00002.gguf", "BF16"),
+        ("Q8_0/model.gguf", "Q8_0"),
+        ("qwen2-0_5b-instruct-q4_0.gguf", "q4_0"),
+        ("m-fp16.gguf", "fp16"),
+        ("gpt-oss-20b-mxfp4.gguf", "mxfp4"),
+        ("Q4model.gguf", ""),
+    ],
+)
+def test_names_of_files_state_their_quantisation(file, quant):
+    assert quantisation(file) == quant
+
+
+MANY = [
+    *("mmproj-F16.gguf", "m-BF16.gguf", "m-F16.gguf", "m-IQ4_XS.gguf", "m-Q4_K_M.gguf", "m-Q4_K_S.gguf"),
+    *("m-UD-Q4_K_XL.gguf", "Q8_0/m-Q8_0-00001-of-00002.gguf", "Q8_0/m-Q8_0-00002-of-00002.gguf"),
+    *("a/m-Q6_K.gguf", "b/m-Q6_K.gguf"),
+]
+
+
+@pytest.mark.parametrize(
+    ("quant", "found"),
+    [
+        ("q4_k_m", ["m-Q4_K_M.gguf"]),
+        ("F16", ["m-F16.gguf"]),  # not BF16, and nothing for pictures
+        ("Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
+        ("Q8_0", ["Q8_0/m-Q8_0-00001-of-00002.gguf", "Q8_0/m-Q8_0-00002-of-00002.gguf"]),
+        (None, ["m-Q4_K_M.gguf"]),
+    ],
+)
+def test_a_quantisation_means_one_file(quant, found):
+    assert needed_files("me/m", MANY, None, quant) == found
+
+
+def test_a_quantisation_that_is_not_there_or_twice_there_is_refused():
+    with pytest.raises(
+        HeteroLLMError, match="no GGUF files of quantisation Q4_K; it has BF16, F16, IQ4_XS, Q4_K_M"
+    ) as no:
+        needed_files("me/m", MANY, None, "Q4_K")
+    assert "me/m:BF16" in no.value.fix
+    with pytest.raises(
+        HeteroLLMError, match=r"2 GGUF files of quantisation Q6_K: a/m-Q6_K.gguf, b/m-Q6_K.gguf"
+    ) as two:
+        needed_files("me/m", MANY, None, "Q6_K")
+    assert "https://huggingface.co/me/m/blob/main/a/m-Q6_K.gguf" in two.value.fix
+    with pytest.raises(CheckpointError, match="me/m has no GGUF files"):
+        needed_files("me/m", ["model.safetensors", "mmproj-F16.gguf"], None, "F16")
+
+
+@pytest.fixture
+def tiny_gguf(checkpoint, tmp_path):
+    kind = gguf.GGMLQuantizationType.F32
+    return write_gguf(checkpoint("qwen2", **PLAIN), tmp_path / "tiny.gguf", kind, kind).read_bytes()
+
+
+@pytest.mark.parametrize("command", ["generate", "plan", "chat"])
+def test_commands_fetch_a_quantisation_once_and_keep_it_without_a_network(
+    hub, run, tiny_gguf, monkeypatch, command
+):
+    hub.repositories["me/tiny-GGUF"] = {"README.md": b"", "t-F16.gguf": tiny_gguf, "t-Q8_0.gguf": b"GGUF"}
+    words = {"generate": ["import os"], "plan": [], "chat": []}[command]
+    few = [] if command == "plan" else ["--max-new-tokens", "2", "--plan", "gpu"]
+    device = ["--device", "sim:snapdragon-8gen3" if command == "plan" else "host"]
+    if command == "plan":
+        assert run("profile", "tiny-python-lm", *device, "--precision", "w4a16")[0] == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("import os\n"))
+    line = (command, "me/tiny-GGUF:f16", *words, *device, *few)
+    code, out, err = run(*line)
+    assert (code, bool(out)) == (0, True), err
+    assert {file for kind, file, _ in hub.requests if kind == "GET"} == {"t-F16.gguf"}
+    hub.point_to("http://127.0.0.1:9")  # where nobody answers; the cache has the file
+    monkeypatch.setattr("sys.stdin", io.StringIO("import os\n"))
+    assert run(*line)[:2] == (0, out)
+    code, _, err = run(command, "me/tiny-GGUF:Q8_0", *words, *device, *few)
+    assert code == 1
+    assert "cannot be reached" in err
+    assert run("pull", "me/tiny-GGUF:F16")[0] == 1
+
+
+def test_known_names_are_fetched_and_planned(hub, run, bundled_model):
+    files = {path.name: path.read_bytes() for path in bundled_model.iterdir() if path.is_file()}
+    hub.repositories["Qwen/Qwen3-0"] = {}
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    hub.repositories[name] = files
+    few = ("--device", "host", "--plan", "gpu", "--max-new-tokens", "2")
+    code, out, err = run("generate", "smollm2-135m", "import os", *few)
+    assert (code, bool(out)) == (0, True), err
+    assert stored_models()[0].name == name
+    assert run("pull", "SmolLM2-135M")[0] == 0
+
+
+def test_a_fetch_at_load_reports_its_bytes(hub, bundled_model):
+    files = {path.name: path.read_bytes() for path in bundled_model.iterdir() if path.is_file()}
+    hub.repositories["me/tiny"] = files
+    seen = []
+    checkpoint_folder("me/tiny", progress=lambda *step: seen.append(step))
+    assert {stage for stage, _, _ in seen} == {"Fetching me/tiny"}
+    assert seen[-1][1] == seen[-1][2] > len(files["model.safetensors"])
 
 
 def test_a_model_that_is_not_there_is_refused(hub):

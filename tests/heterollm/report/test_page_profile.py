@@ -122,24 +122,39 @@ def test_words_of_a_run():
 
 
 def test_the_page_needs_nothing_but_itself(sample_profile, read_page):
-    summary = summarize(sample_profile())
-    pictures = [(title, png) for _, title, png in draw(summary) if png is not None]
-    text = profile_page(summary, pictures)
+    text = profile_page(summarize(sample_profile()))
     page = read_page(text)
-    assert len(pictures) == len(PLOTS) - 1  # the effect of k was not measured
-    assert page.links
-    assert all(link.startswith("data:image/png;base64,") for link in page.links)
-    plain = re.sub(r"data:image/png;base64,[\w+/=]+", "", text)
-    assert "http:" not in plain
-    assert "https:" not in plain
+    assert not page.links
+    assert "http:" not in text
+    assert "https:" not in text
     assert "default-src 'none'" in text
+    assert "script-src" not in text
     assert page.tags.count("caption") == page.tags.count("table")
     assert "".join(page.words).count("measured") > page.tags.count("table")
-    assert "url(" not in plain
+    assert "url(" not in text
     assert "script" not in page.tags
     assert page.tags.count("table") >= 10
     assert 'name="viewport"' in text
     assert "prefers-color-scheme: dark" in text
+
+
+def test_the_page_draws_rates_bandwidths_and_predictions(sample_profile, read_page):
+    summary = summarize(sample_profile())
+    text = profile_page(summary)
+    page = read_page(text)
+    words = " ".join(page.words)
+    for caption in (
+        *("GPU: rates of linear layers", "NPU: rates of linear layers", "Memory bandwidth, measured"),
+        "Predicted against measured",
+    ):
+        assert caption in words, caption
+    assert page.tags.count("polyline") > 3
+    # A point for each length of each whole group on the GPU, of those with a curve.
+    [first] = re.findall(r'<svg class="chart".*?aria-label="GPU: rates.*?</svg>', text, re.DOTALL)
+    whole = {(row.point.group, row.point.shape, row.point.tokens) for row in summary.linear if row.whole}
+    assert 0 < first.count("<circle") <= len(whole)
+    empty = summarize(Profile({"device": "host", "time": "real", "cache_bytes": 0}))
+    assert "svg" not in read_page(profile_page(empty)).tags
 
 
 def test_the_page_escapes_what_a_profile_says(sample_profile, read_page):
