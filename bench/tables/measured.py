@@ -278,7 +278,7 @@ def gains() -> Lines:
 OF_A_PROGRAM: Final = "registers | waves | private B | slots"
 
 
-@table("devices-and-drivers", "Adreno", f"program | Mesa: {OF_A_PROGRAM} | LLVM: {OF_A_PROGRAM}")
+@table("device-findings", "Adreno", f"program | Mesa: {OF_A_PROGRAM} | LLVM: {OF_A_PROGRAM}")
 def adreno() -> Lines:
     """Yield the results of Mesa's compiler on the kernels for an Adreno 740, by both front ends."""
     kept = json.loads((ROOT / "bench" / "results" / "adreno_static.json").read_text("utf-8"))["tables"]

@@ -64,7 +64,7 @@ soc-model: With a limit of 14336 a prompt of 256 tokens gains {chunks[14336]} ti
 paper-map: 2.2 times of the other models come out as {driver} |
 soc-model: fast synchronisation, and simulated as {driver} times.
 chunks-in-flight: A decision takes {decision[decision_us]:.0f} µs of processor time in Python
-llm-npu: the perplexity of {shadows[windows]} windows rises by {shadows[change_percent]:.1f} % with all
+llm-npu-tables: the perplexity of {shadows[windows]} windows rises by {shadows[change_percent]:.1f} % with all
     shadows, and by {static[change_percent]:.1f} % with none.
 shadow-attention: the loss of {mass[windows]} windows rises by {mass[rise_nats]:.3f}
     ({mass[standard_error_nats]:.3f}) nats with ratios by attention mass, and by {uniform[rise_nats]:.3f}
