@@ -2,7 +2,7 @@
 
 The numbers are HeteroLLM's (its second version, section 3 and the tables of operators; its first, section 5)
 and those of Table 3 of llm.npu; bench/fit_soc.py fits the model's parameters to them. Whatever else was
-published stays out of the fit: a model is judged by what it was not fitted to (docs/simulated-paper-tables.md).
+published stays out of the fit: a model is judged by what it was not fitted to (docs/simulated-paper.md).
 "Fast over driver hand-over, decode" is not in the fit, but it chose a parameter.
 
 The simulated device runs the real engine on a virtual clock; the chain is the same arithmetic without an

@@ -39,7 +39,7 @@ finally:
 
 ROWS = BENCH / "results" / "simulated_paper.jsonl"
 PAGE = BENCH.parent / "docs" / "simulated-paper-tables.md"
-AGAIN = "python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/simulated-paper-tables.md"
+AGAIN = f"python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/{PAGE.name}"
 
 
 @pytest.fixture(scope="module")
