@@ -1,8 +1,7 @@
 """Hooks of mkdocs: README.md, CONTRIBUTING.md and CHANGELOG.md become pages of the site of docs/.
 
-People read the pages in the repository as well, so that their links are those of its folders. Here a link to
-one of the three is a link to its page, and a link to another file outside of docs/ loses its address: the site
-has no such file.
+The pages stand in the repository as well, so that their links are those of its folders. Here a link to one of
+the three is a link to its page, and a link to another file outside of docs/ loses its address: there is none.
 """
 
 from __future__ import annotations
