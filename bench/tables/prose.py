@@ -16,11 +16,6 @@ from tables.simulated import simulated
 from tables.table import having, last, page_path, rows_of
 
 PHRASES: Final = """
-measured: prefill of 256 tokens at `w4a16` {prefill[w4a16]}. The other three are **not shown**
-measured: decode at `w4a16` {decode[w4a16]}, prefill at `w4a8` {prefill[w4a8]}, decode at `w4a8`
-    {decode[w4a8]};
-measured: the NPU's stand-in, is {slower:.1f} times slower than the GPU's kernels
-measured: Lengths without a graph gain {odd[w4a16][0]:.1f} to {odd[w4a8][1]:.1f} times over
 measured: as fast as the split or faster in {whole_wins}**
 README: gains {prefill[w4a16]} over the better processor
 README: as fast or faster in {whole_wins}
@@ -180,7 +175,6 @@ def split_figures() -> dict[str, Any]:
         "decode": decode,
         "gpu_rate": gpu_rate,
         "npu_rate": npu_rate,
-        "slower": gpu_rate / npu_rate,
         "limit": 1 + npu_rate / gpu_rate,
         "odd": {way: odd_gains(way, host.npu_lengths, host.ODD_LENGTHS) for way in PRECISIONS},
         "past": (min(past)[0], max(past)[1]),
