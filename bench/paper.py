@@ -1,6 +1,6 @@
 """Simulates HeteroLLM's evaluation and compares it with published numbers: no printed time was measured.
 
-    python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/simulated-paper.md
+    python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/simulated-paper-tables.md
     python bench/paper.py --model llama-3-8b --jobs 2
     python bench/paper.py --from bench/results/simulated_paper.jsonl    # show the rows of a file
 

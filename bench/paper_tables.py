@@ -32,18 +32,15 @@ from simulated_rows import Simulated
 from heterollm.base import Section
 
 PAGE_HEAD: Final = """\
-# HeteroLLM's evaluation, simulated
+# HeteroLLM's evaluation, simulated: tables
 
 Written by `bench/paper.py`; the rows are in `bench/results/simulated_paper.jsonl`:
 
 ```
-python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/simulated-paper.md
+python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/simulated-paper-tables.md
 ```
 
-**Nothing here was measured.** Except for the published numbers, every number comes from the model of a SoC
-that [soc-model.md](soc-model.md) describes, on a virtual clock. [simulation.md](simulation.md) lists the
-approximations. Weights are W4A16 in blocks of 128, head included, as in the paper. The plan of each case is
-solved for exactly its prompt, from a profile without noise.
+**Nothing here was measured.** [simulated-paper.md](simulated-paper.md) says how to read these tables.
 """
 
 Cells: TypeAlias = tuple[str, ...]

@@ -4,7 +4,7 @@
 
 All times are simulated. The chips are as their files have them, of a phone with memory for both copies of
 the weights: 7 billion weights of 8 bits as llm.npu places them, all on the NPU in prompts, and 8 billion of
-4 bits with the cuts of the solver. ``bench/figures.py`` writes the table into docs/simulation.md.
+4 bits with the cuts of the solver. ``bench/figures.py`` writes the table into docs/simulation-tables.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prints the tables of model types, and of fields of a checkpoint's files, for docs/checkpoints.md."""
+"""Prints the tables of model types for docs/checkpoints.md, and of fields for docs/checkpoint-fields.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from heterollm.model.fields.table import Field, FieldTable
 from heterollm.model.missing import MISSING
 from heterollm.model.wrappers import WRAPPERS
 
-PAGE: Final = Path(__file__).parent / "checkpoints.md"
+TYPES_PAGE: Final = Path(__file__).parent / "checkpoints.md"
+FIELDS_PAGE: Final = Path(__file__).parent / "checkpoint-fields.md"
 BEGIN: Final = "<!-- {}: written by docs/generate.py -->"
 END: Final = "<!-- end of {} -->"
 
@@ -34,10 +35,13 @@ def tables() -> Iterator[FieldTable]:
                 yield value
 
 
-def with_tables(page: str) -> str:
-    """Return the page with the tables between their marks."""
-    page = _between(page, "model types", [_model_types()])
-    return _between(page, "fields", map(_section, tables()))
+def pages() -> dict[Path, str]:
+    """Return both pages with the tables between their marks."""
+    types, fields = (page.read_text("utf-8") for page in (TYPES_PAGE, FIELDS_PAGE))
+    return {
+        TYPES_PAGE: _between(types, "model types", [_model_types()]),
+        FIELDS_PAGE: _between(fields, "fields", map(_section, tables())),
+    }
 
 
 def _between(page: str, name: str, parts: Iterable[str]) -> str:
@@ -74,7 +78,7 @@ def _section(table: FieldTable) -> str:
         said = f"{meaning}{neutral}".replace("|", "\\|")
         kinds = ", ".join(sorted(only)) if isinstance(only, frozenset) else ""
         body.append(f"| {listed} | {EFFECTS[str(effect)]} | {said} | {kinds or 'all'} | {source} |")
-    return "\n".join([f"### {table.title}\n", HEAD, *body, ""])
+    return "\n".join([f"## {table.title}\n", HEAD, *body, ""])
 
 
 def _neutral(row: Field) -> str:

@@ -1,7 +1,7 @@
 """Writes what of the documents follows from the program.
 
-That is docs/commands.md, the numbers and the figure of docs/how-the-split-works.md, the tables of fields in
-docs/checkpoints.md, and the schemas of files in docs/schemas.
+That is docs/commands.md, the numbers and the figure of docs/how-the-split-works.md, the model types in
+docs/checkpoints.md, docs/checkpoint-fields.md, and the schemas of files in docs/schemas.
 
     python docs/generate.py          writes them
     python docs/generate.py --check  exit code 1 if one of them is out of date
@@ -124,8 +124,7 @@ def example_files() -> dict[Path, str]:
 
 def main() -> int:
     """Write or check the files; return the exit code."""
-    fields = {field_tables.PAGE: field_tables.with_tables(field_tables.PAGE.read_text("utf-8"))}
-    files = {PAGE: reference(), **example_files(), **fields, **schema_files()}
+    files = {PAGE: reference(), **example_files(), **field_tables.pages(), **schema_files()}
     if "--check" in sys.argv[1:]:
         return int(any(not path.exists() or path.read_text("utf-8") != text for path, text in files.items()))
     for path, text in files.items():

@@ -104,20 +104,20 @@ def accuracy_lines(rows: Sequence[Row]) -> Lines:
         yield name, *("" if row is None else _change(row) for row in own)
 
 
-@table("llm-npu", "accuracy of the bundled model")
+@table("llm-npu-tables", "accuracy of the bundled model")
 def bundled_accuracy() -> Lines:
     """Yield the perplexity of the bundled model with 8-bit activations."""
     return accuracy_lines(having("accuracy", model=BUNDLED))
 
 
-@table("llm-npu", "accuracy of a published model")
+@table("llm-npu-tables", "accuracy of a published model")
 def published_accuracy() -> Lines:
     """Yield the perplexity of the published model with 8-bit activations."""
     return accuracy_lines(having("accuracy", model=PUBLISHED))
 
 
 @table(
-    "llm-npu",
+    "llm-npu-tables",
     "outlier channels",
     "operators | inputs | outlier channels of 512 tokens | that ever have one | hot channels (most)",
 )
@@ -134,7 +134,7 @@ def outliers() -> Lines:
         yield f"`{group}`", str(own[0]["channels"]), channels, f"{mean(ever):.1f} %", most
 
 
-@table("llm-npu", "importance")
+@table("llm-npu-tables", "importance")
 def importance() -> Lines:
     """Yield the largest importance of each kind of operator in bands of layers: figure 12 of the paper."""
     groups = values_of(_operators(), "group")
@@ -147,7 +147,7 @@ def importance() -> Lines:
 
 
 @table(
-    "llm-npu",
+    "llm-npu-tables",
     "losses",
     "operator | perplexity | median deviations | place by importance | place by error",
 )

@@ -56,7 +56,7 @@ PHASES: Final = ("prefill", "decode")
 
 
 @table(
-    "simulation",
+    "simulation-tables",
     "anchors",
     "anchor | engine, model | prefill: measured | simulated | ratio | decode: measured | simulated | ratio "
     "| source",
@@ -184,7 +184,7 @@ CHANGES: Final = {
 
 
 @table(
-    "simulation",
+    "simulation-tables",
     "forecast changes",
     " | ".join(("simulated, Llama 3.1 8B, `block`, integers", *CHANGES.values())),
 )
@@ -199,7 +199,7 @@ LENGTHS: Final = (128, 512, 4096)
 
 
 @table(
-    "simulation",
+    "simulation-tables",
     "forecast lengths",
     " | ".join(
         (
@@ -217,7 +217,7 @@ def lengths() -> Lines:
 
 
 @table(
-    "simulation",
+    "simulation-tables",
     "slow floats",
     "simulated, Llama 3.1 8B, `block` | floats as HeteroLLM has them | as slow as llm.npu's Table 3 "
     "| integers beside HeteroLLM's floats | beside slow floats",

@@ -278,7 +278,7 @@ def gains() -> Lines:
 OF_A_PROGRAM: Final = "registers | waves | private B | slots"
 
 
-@table("devices-and-drivers", "Adreno", f"program | Mesa: {OF_A_PROGRAM} | LLVM: {OF_A_PROGRAM}")
+@table("device-findings", "Adreno", f"program | Mesa: {OF_A_PROGRAM} | LLVM: {OF_A_PROGRAM}")
 def adreno() -> Lines:
     """Yield the results of Mesa's compiler on the kernels for an Adreno 740, by both front ends."""
     kept = json.loads((ROOT / "bench" / "results" / "adreno_static.json").read_text("utf-8"))["tables"]
@@ -480,7 +480,7 @@ def _together(title: str, **asked: object) -> list[str]:
     return [title, *(f"{rate:.1f}" for rate in rates), f"{gain:.2f}"]
 
 
-@table("server", "requests together, measured", f"plan | server | {TOGETHER}")
+@table("server-scheduling", "requests together, measured", f"plan | server | {TOGETHER}")
 def together_measured() -> Lines:
     """Yield the tokens a second of this server and of llama.cpp's, from one run for each plan."""
     rows = having("shared_passes", model="tinyllama", repeated=0)
@@ -489,7 +489,7 @@ def together_measured() -> Lines:
             yield [f"`{plan}`", *_together(engine, model="tinyllama", repeated=0, plan=plan, engine=engine)]
 
 
-@table("server", "requests together, simulated", f"plan, simulated | {TOGETHER}")
+@table("server-scheduling", "requests together, simulated", f"plan, simulated | {TOGETHER}")
 def together_simulated() -> Lines:
     """Yield the tokens a second of passes of Llama-3-8B on a simulated phone."""
     for plan in values_of([row for row in rows_of("shared_passes") if "soc" in row], "plan"):

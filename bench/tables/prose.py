@@ -16,11 +16,6 @@ from tables.simulated import simulated
 from tables.table import having, last, page_path, rows_of
 
 PHRASES: Final = """
-measured: prefill of 256 tokens at `w4a16` {prefill[w4a16]}. The other three are **not shown**
-measured: decode at `w4a16` {decode[w4a16]}, prefill at `w4a8` {prefill[w4a8]}, decode at `w4a8`
-    {decode[w4a8]};
-measured: the NPU's stand-in, is {slower:.1f} times slower than the GPU's kernels
-measured: Lengths without a graph gain {odd[w4a16][0]:.1f} to {odd[w4a8][1]:.1f} times over
 measured: as fast as the split or faster in {whole_wins}**
 README: gains {prefill[w4a16]} over the better processor
 README: as fast or faster in {whole_wins}
@@ -56,15 +51,13 @@ limits: prefill at `w4a16` without context is {over_llama} times as fast as llam
 measured: `w4a8` is faster in {faster} of {compared} rows and slower in {slower_rows}
 measured: transformers in float32: {float32[perplexity]:.3f})
 measured: tuned over untuned in six pairs: {tuned[0]} at `w4a16` and {tuned[1]} at `w4a8`
-measured: five pairs, prefill 256 {changed[0]}, decode of 32 tokens {changed[1]}; the bundled model, thirty
-    pairs, prefill {changed[2]}, decode of 128 tokens {changed[3]}.
 measured: "After" includes the KV cache of {cache_mib:.0f} MiB.
 soc-model: With a limit of 14336 a prompt of 256 tokens gains {chunks[14336]} times over `tensor` at
     `block` instead of {chunks[4096]}.
 paper-map: 2.2 times of the other models come out as {driver} |
 soc-model: fast synchronisation, and simulated as {driver} times.
 chunks-in-flight: A decision takes {decision[decision_us]:.0f} µs of processor time in Python
-llm-npu: the perplexity of {shadows[windows]} windows rises by {shadows[change_percent]:.1f} % with all
+llm-npu-tables: the perplexity of {shadows[windows]} windows rises by {shadows[change_percent]:.1f} % with all
     shadows, and by {static[change_percent]:.1f} % with none.
 shadow-attention: the loss of {mass[windows]} windows rises by {mass[rise_nats]:.3f}
     ({mass[standard_error_nats]:.3f}) nats with ratios by attention mass, and by {uniform[rise_nats]:.3f}
@@ -180,7 +173,6 @@ def split_figures() -> dict[str, Any]:
         "decode": decode,
         "gpu_rate": gpu_rate,
         "npu_rate": npu_rate,
-        "slower": gpu_rate / npu_rate,
         "limit": 1 + npu_rate / gpu_rate,
         "odd": {way: odd_gains(way, host.npu_lengths, host.ODD_LENGTHS) for way in PRECISIONS},
         "past": (min(past)[0], max(past)[1]),
@@ -205,10 +197,9 @@ def split_figures() -> dict[str, Any]:
     }
 
 
-def pair(first: str, model: str, label: str, test: str) -> str:
+def pair(model: str, label: str, test: str) -> str:
     """Return a ratio of bench/pairs.py with the ends of its pairs."""
-    found = [row for row in rows_of("pairs") if row["commands"][0].startswith(first)]
-    row = last(found, model=model, label=label, test=test)
+    row = last("pairs", model=model, label=label, test=test)
     return f"{row['ratio']:.2f} ({row['ratio_least']:.2f} to {row['ratio_largest']:.2f})"
 
 
@@ -246,7 +237,6 @@ def other_figures() -> dict[str, Any]:
         for test in ("pp256", "tg64")
         for depth in (0, 2048, 7680)
     ]
-    untuned, shape = "env HETEROLLM_TUNING=off", "heterollm-614b141"
     shadows, static = (last("accuracy", kind="runtime", method="shadow", pruned=share) for share in (0, 100))
     mass, uniform = (
         last("sparse_accuracy", kind="runtime", rule=rule, estimator="npu") for rule in ("mass", "uniform")
@@ -257,12 +247,7 @@ def other_figures() -> dict[str, Any]:
         "slower_rows": sum(change.high < 1 for change in changes),
         "compared": len(changes),
         "float32": last("perplexity", name="transformers float32"),
-        "tuned": [pair(untuned, "tinyllama", f"gpu {way}, 2+0", "pp256") for way in PRECISIONS],
-        "changed": [
-            pair(shape, model, "gpu w4a16, 2+0", test)
-            for model, decoded in (("tinyllama", "tg32"), ("tiny_python_lm", "tg128"))
-            for test in ("pp256", decoded)
-        ],
+        "tuned": [pair("tinyllama", f"gpu {way}, 2+0", "pp256") for way in PRECISIONS],
         "cache_mib": rows_of("memory")[0]["kv_cache_bytes"] / 2**20,
         "chunks": {limit: chunk_gain(limit) for limit in (14336, 4096)},
         "driver": driver_gains(),

@@ -50,7 +50,7 @@ def what_ifs() -> Lines:
 
 
 @table(
-    "simulation",
+    "simulation-tables",
     "process domains",
     "simulated | process domains | graphs on the NPU, GiB | prefill of 512, tokens/s | decode, tokens/s",
 )
@@ -145,7 +145,7 @@ def _npu_rate(row: Row) -> str:
 
 
 @table(
-    "llm-npu",
+    "llm-npu-tables",
     "llm.npu, steps",
     "simulated, 1024 tokens, tokens/s (NPU idle; J) | `layer`, W4A16 | naive | chunks | with shadows "
     "| out of order",
@@ -163,7 +163,7 @@ def npu_steps() -> Lines:
 
 
 @table(
-    "llm-npu",
+    "llm-npu-tables",
     "llm.npu, lengths",
     f"simulated, llm.npu, tokens/s (J) | {' | '.join(map(str, NPU_PROMPTS))}",
 )
@@ -175,7 +175,7 @@ def npu_lengths() -> Lines:
 
 
 @table(
-    "llm-npu",
+    "llm-npu-tables",
     "llm.npu, splits",
     "simulated, tokens/s | 256: `tensor`, W4A16 | llm.npu | `tensor` and llm.npu "
     "| 1024: `tensor`, W4A16 | llm.npu | `tensor` and llm.npu",
@@ -191,7 +191,7 @@ def npu_splits() -> Lines:
         yield f"{model}, {words}", *map(_npu_rate, found)
 
 
-@table("llm-npu", "llm.npu, published", "what | published | simulated, paper | simulated, own path")
+@table("llm-npu-tables", "llm.npu, published", "what | published | simulated, paper | simulated, own path")
 def npu_published() -> Lines:
     """Yield the paper's numbers."""
 

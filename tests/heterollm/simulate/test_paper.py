@@ -38,8 +38,8 @@ finally:
     sys.path.remove(str(BENCH))
 
 ROWS = BENCH / "results" / "simulated_paper.jsonl"
-PAGE = BENCH.parent / "docs" / "simulated-paper.md"
-AGAIN = "python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/simulated-paper.md"
+PAGE = BENCH.parent / "docs" / "simulated-paper-tables.md"
+AGAIN = f"python bench/paper.py --out bench/results/simulated_paper.jsonl --page docs/{PAGE.name}"
 
 
 @pytest.fixture(scope="module")
