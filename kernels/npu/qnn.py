@@ -50,7 +50,7 @@ from heterollm.kernels.npu.forms import (
     fused_forms,
     integer_forms,
     reshaped_forms,
-    scores_forms,
+    shared_forms,
 )
 from heterollm.kernels.npu.graphs import GRAPH_VERSION, graph_folder, graph_identity, write_graph
 from heterollm.kernels.npu.protocol import (
@@ -85,8 +85,8 @@ from heterollm.kernels.npu.qnn_sharing import (
 from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
 from heterollm.kernels.npu.self_test import check_small_linear
 from heterollm.kernels.npu.session import SessionGraph
-from heterollm.kernels.npu.shapes import ExpertsShape, GraphShape, LinearShape, ScoresShape
-from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, ScoresShard, WeightShard
+from heterollm.kernels.npu.shapes import AttentionShape, ExpertsShape, GraphShape, LinearShape, ScoresShape
+from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, SharedShard, WeightShard
 from heterollm.kernels.npu.shared_memory import ALLOCATOR_OPTION, SharedMemory, SharedPages, SharingEdges
 from heterollm.kernels.npu.small_shard import small_shard
 from heterollm.kernels.npu.tensors import graph_tensors
@@ -219,8 +219,8 @@ class QnnNpu:
         soc = SOCS.get(self.soc_model)
         if soc is not None and not soc.takes_float16:
             return ()
-        if isinstance(shape, ScoresShape):
-            return scores_forms(length)
+        if isinstance(shape, ScoresShape | AttentionShape):
+            return shared_forms(shape, length)
         if isinstance(shape, ExpertsShape):
             return experts_forms(self.forms(shape.one, length))
         weight = shape.weight
@@ -441,7 +441,7 @@ class QnnNpu:
         self, shard: GraphShard, length: int, form: GraphForm | None, chosen: GraphForm
     ) -> list[PackedGraph]:
         """Return the graphs that share a graph's context, itself included."""
-        if isinstance(shard, ScoresShard):
+        if isinstance(shard, SharedShard):
             return [(shard, chosen, length)]
         rows = tuple([stop - start for start, stop in shard.row_ranges])
         experts = shard.experts if isinstance(shard, ExpertsShard) else ()
