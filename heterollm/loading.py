@@ -195,7 +195,7 @@ class PlannedModel:
         check_precision(device, asked.precision, inputs.specs)
         planned = thread.run(lambda: make_plan(inputs))
         plan = planned.plan
-        check_kv_bits(asked.kv_bits, is_sparse=plan.technique(PlannedAttention).is_active)
+        check_kv_bits(asked.kv_bits, is_sparse=bool(plan.technique(PlannedAttention).sparse))
         budget = _expert_budget(asked, config, inputs.specs)
         need = fitting_need(
             *(device, config, inputs.specs, plan, context),

@@ -28,8 +28,10 @@ def check_runs(config: ModelConfig, specs: Sequence[OpSpec], plan: Plan, npu: Np
     Raises:
         PlanError: A case has no entry, or its placement is not legal there; the message names it.
     """
+    from heterollm.engine.npu_attention.limits import check_attention
     from heterollm.engine.slots import HEAD_ROWS
 
+    check_attention(config, plan)
     check_plan(
         plan,
         (*specs, *expert_specs(config, specs)),

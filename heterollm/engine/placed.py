@@ -102,6 +102,21 @@ class PlacedOp:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedOp:
+    """An operator without weights, whose graphs layers share, that the GPU hands over to the NPU."""
+
+    operator: Operator
+    layer: int
+    npu_source: SharedArray
+    npu_target: SharedArray
+
+    @property
+    def name(self) -> str:
+        """The operator with its layer."""
+        return operator_name(self.operator, self.layer)
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """Values that the next norm adds to the residual stream.
 

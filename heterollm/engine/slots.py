@@ -10,6 +10,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from heterollm.engine.experts.slots import ExpertSlots
+from heterollm.engine.npu_attention.slots import NpuAttentionSlots
 from heterollm.engine.shadow.slots import ShadowSlots
 from heterollm.engine.sparse.slots import SparseSlots
 from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
@@ -28,7 +29,12 @@ from heterollm.model import (
 )
 from heterollm.solver import Plan
 
-TECHNIQUES: Final[tuple[TechniqueSlots, ...]] = (ShadowSlots(), SparseSlots(), ExpertSlots())
+TECHNIQUES: Final[tuple[TechniqueSlots, ...]] = (
+    ShadowSlots(),
+    SparseSlots(),
+    NpuAttentionSlots(),
+    ExpertSlots(),
+)
 
 HEAD_ROWS: Final = 32
 """Positions whose logits are computed at once."""

@@ -34,11 +34,14 @@ from .ranges import LinearRanges as LinearRanges
 from .ranges import ShadowRanges as ShadowRanges
 from .ranges import StaticRanges as StaticRanges
 from .ranges import step_of as step_of
+from .shapes import AttentionShape as AttentionShape
 from .shapes import ExpertsShape as ExpertsShape
 from .shapes import FfnShape as FfnShape
 from .shapes import GraphShape as GraphShape
 from .shapes import LinearShape as LinearShape
 from .shapes import ScoresShape as ScoresShape
+from .shards import RANGE_KEYS as RANGE_KEYS
+from .shards import AttentionShard as AttentionShard
 from .shards import ExpertsShard as ExpertsShard
 from .shards import FfnShard as FfnShard
 from .shards import FusedOutput as FusedOutput
@@ -55,10 +58,12 @@ from .small_shard import exact_product as exact_product
 from .small_shard import small_shard as small_shard
 from .tensors import INPUT as INPUT
 from .tensors import KEYS as KEYS
+from .tensors import LIMITS as LIMITS
 from .tensors import OUTPUT as OUTPUT
 from .tensors import QUERIES as QUERIES
 from .tensors import SCORES as SCORES
 from .tensors import STREAM as STREAM
+from .tensors import VALUES as VALUES
 from .tensors import GraphTensors as GraphTensors
 from .tensors import NamedArrays as NamedArrays
 from .tensors import check_arrays as check_arrays

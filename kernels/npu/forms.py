@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from heterollm.kernels.npu.protocol import K_SPLIT_COLUMNS, TILE_OF_INTEGERS, TILE_TOKENS, GraphForm
 from heterollm.kernels.npu.shapes import (
+    AttentionShape,
     ExpertsShape,
     FfnShape,
     GraphShape,
@@ -20,8 +21,8 @@ FUSED_FORMS: frozenset[GraphForm] = frozenset(
 )
 """Forms of graphs with a norm of the residual stream, all for rows of tokens and weights in blocks."""
 
-SCORES_TILE_TOKENS = 32
-"""Hexagon pads scores to tiles of 32 tokens."""
+SHARED_TILE_TOKENS = 32
+"""Hexagon pads attention and scores to tiles of 32 tokens."""
 
 
 def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) -> tuple[GraphForm, ...]:
@@ -32,8 +33,8 @@ def every_form(shape: GraphShape, length: int, floats: tuple[GraphForm, ...]) ->
         length: Tokens of one run.
         floats: The plain forms of a linear with float weights.
     """
-    if isinstance(shape, ScoresShape):
-        return scores_forms(length)
+    if isinstance(shape, ScoresShape | AttentionShape):
+        return shared_forms(shape, length)
     if isinstance(shape, ExpertsShape):
         return experts_forms(every_form(shape.one, length, floats))
     rounded, ffn = shape.integer_inputs, isinstance(shape, FfnShape)
@@ -59,8 +60,8 @@ def hexagon_forms(shape: GraphShape, length: int, *, takes_4_bits: bool = True) 
     QNN fuses a sigmoid into an activation-first product before it, at NMSE 1.4e-5 (measured on the
     emulator), far past the gate. SiLU between float weights therefore has weight-first forms only.
     """
-    if isinstance(shape, ScoresShape):
-        return scores_forms(length)
+    if isinstance(shape, ScoresShape | AttentionShape):
+        return shared_forms(shape, length)
     if isinstance(shape, ExpertsShape):
         return experts_forms(hexagon_forms(shape.one, length, takes_4_bits=takes_4_bits))
     weight = shape.weight
@@ -87,9 +88,11 @@ def fused_forms(shape: WeightShape, forms: tuple[GraphForm, ...]) -> tuple[Graph
     return tuple(form for form in forms if shape.weight.in_blocks and form in FUSED_FORMS)
 
 
-def scores_forms(length: int) -> tuple[GraphForm, ...]:
-    """Return the legal forms of attention scores of any shape."""
-    return () if length % SCORES_TILE_TOKENS else ("scores",)
+def shared_forms(shape: ScoresShape | AttentionShape, length: int) -> tuple[GraphForm, ...]:
+    """Return the legal forms of attention, or of its scores, of any sizes."""
+    if length % SHARED_TILE_TOKENS:
+        return ()
+    return ("scores",) if isinstance(shape, ScoresShape) else ("attention",)
 
 
 def experts_forms(forms: tuple[GraphForm, ...]) -> tuple[GraphForm, ...]:

@@ -15,17 +15,20 @@ from numpy.typing import NDArray
 from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
 
 from heterollm.base import PAGE_BYTES, GraphError
+from heterollm.kernels.npu.attention_graphs import build_attention
 from heterollm.kernels.npu.ffn_graphs import build_experts, build_ffn
 from heterollm.kernels.npu.integer_graphs import build_integer_ffn, build_integer_linear
 from heterollm.kernels.npu.linear_graphs import GraphBody, Tensors, build_linear
 from heterollm.kernels.npu.protocol import INTEGER_FORMS, GraphForm, edge_dtype
 from heterollm.kernels.npu.scores_graphs import build_scores
 from heterollm.kernels.npu.shards import (
+    AttentionShard,
     ExpertsShard,
     FfnShard,
     GraphShard,
     LinearShard,
     ScoresShard,
+    SharedShard,
 )
 from heterollm.kernels.npu.tensors import GraphTensor, graph_tensors
 
@@ -66,13 +69,15 @@ def write(
     name: str,
 ) -> Path:
     """Write a shard's graph, titled with its digest; see :func:`heterollm.kernels.npu.graphs.write_graph`."""
-    if not isinstance(shard, ScoresShard) and shard.format.bits == 32 and dtype != np.float32:
+    if not isinstance(shard, SharedShard) and shard.format.bits == 32 and dtype != np.float32:
         raise GraphError(f"{shard.label} has float32 weights, which a {dtype} graph would round.")
     if form not in _forms(shard):
         raise GraphError(f"{shard.label} with {shard.shape} cannot be written as {form}.")
     body = GraphBody(dtype, length)
     if isinstance(shard, ScoresShard):
         build_scores(shard, body)
+    elif isinstance(shard, AttentionShard):
+        build_attention(shard, body)
     elif isinstance(shard, FfnShard) and form == "ffn_integer":
         build_integer_ffn(shard, body)
     elif isinstance(shard, LinearShard) and form in ("integer", "static_int8"):
@@ -86,8 +91,8 @@ def write(
     weights = folder / f"{name}.weights"
     tokens: int | str = "m" if length is None else length
     tensors = graph_tensors(shard, OPEN_LENGTH if length is None else length, edge_dtype(form, dtype))
-    if isinstance(shard, ScoresShard):
-        title = f"scores_{shard.heads}x{shard.keys}"
+    if isinstance(shard, SharedShard):
+        title = f"{form}_{shard.heads}x{shard.keys}"
     else:
         title = f"{shard.group}_{shard.layer}_{shard.rows}x{shard.columns}"
     graph = helper.make_graph(
@@ -112,6 +117,8 @@ def _value_info(name: str, tensor: GraphTensor) -> ValueInfoProto:
 def _forms(shard: GraphShard) -> frozenset[GraphForm]:
     if isinstance(shard, ScoresShard):
         return frozenset({"scores"})
+    if isinstance(shard, AttentionShard):
+        return frozenset({"attention"})
     if isinstance(shard, ExpertsShard):
         return _forms(shard.parts[0]) - INTEGER_FORMS
     if isinstance(shard, FfnShard):

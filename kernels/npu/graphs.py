@@ -25,7 +25,7 @@ from heterollm.kernels.npu.shards import (
     FfnShard,
     GraphShard,
     LinearShard,
-    ScoresShard,
+    SharedShard,
     WeightShard,
 )
 
@@ -57,7 +57,7 @@ def shard_digest(shard: GraphShard) -> str:
 
     ``weights_key`` should identify the numbers; the sample catches callers that reuse a key.
     """
-    if isinstance(shard, ScoresShard):
+    if isinstance(shard, SharedShard):
         return hashlib.sha256(json.dumps(shard.key).encode()).hexdigest()
     identity: list[Any] = [shard.weights_key, shard.layer, shard.group, shard.row_ranges, str(shard.format)]
     parts = _ffns(shard)
@@ -76,7 +76,7 @@ def shard_digest(shard: GraphShard) -> str:
 
 def graph_identity(shard: GraphShard, form: GraphForm, length: int | None) -> dict[str, Any]:
     """Return all that a graph computes, as JSON can hold it; the length None is a symbolic one."""
-    if isinstance(shard, ScoresShard):
+    if isinstance(shard, SharedShard):
         return asdict(shard) | {"form": form, "length": length}
     identity: dict[str, Any] = {
         "weights": shard.weights_key,

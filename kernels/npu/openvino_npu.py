@@ -28,7 +28,7 @@ from heterollm.kernels.npu.protocol import (
 )
 from heterollm.kernels.npu.qnn_binaries import ContextBinary, temporary_graphs
 from heterollm.kernels.npu.self_test import check_small_linear
-from heterollm.kernels.npu.shapes import ExpertsShape, GraphShape, LinearShape, ScoresShape
+from heterollm.kernels.npu.shapes import AttentionShape, ExpertsShape, GraphShape, LinearShape, ScoresShape
 from heterollm.kernels.npu.shards import GraphShard, ShardKey
 from heterollm.kernels.npu.tensors import NamedArrays, check_arrays, graph_tensors
 
@@ -160,7 +160,7 @@ class OpenVinoNpu:
         holds the squares of a norm is not known.
         """
         del length
-        if isinstance(shape, ScoresShape):
+        if isinstance(shape, ScoresShape | AttentionShape):
             return ()
         one = shape.one if isinstance(shape, ExpertsShape) else shape
         if one.normed or one.integer_inputs or one.weight.scales == "tensor" or one.weight.bits == 32:

@@ -18,7 +18,7 @@ import numpy as np
 from heterollm.base import GraphError, format_bytes
 from heterollm.kernels.formats import code_dtype
 from heterollm.kernels.npu.shapes import GraphShape
-from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, ScoresShard
+from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, SharedShard
 from heterollm.kernels.npu.tensors import GraphTensors, NamedArrays
 from heterollm.kernels.ops import COUNTED_ONCE, GraphMemory
 
@@ -42,6 +42,7 @@ GraphForm = Literal[
     "ffn_k_chunked_int8",
     "ffn_weight_first",
     "scores",
+    "attention",
 ]
 """Graph forms: equivalent graphs of one shard. Forms of a linear shard:
 
@@ -67,7 +68,8 @@ Forms of an ffn shard:
 
 Experts have the forms of an ffn but ``ffn_integer``, each expert in the same one.
 
-The form of scores, ``scores``, has uint8 codes at its edges; it exists at multiples of 32 tokens.
+The form of scores, ``scores``, has uint8 codes at its edges, that of attention, ``attention``, floats; both
+exist at multiples of 32 tokens.
 """
 
 TILE_OF_INTEGERS: Mapping[GraphForm, int] = MappingProxyType(
@@ -290,8 +292,8 @@ class GraphFolders:
 
     def of(self, shard: GraphShard) -> Path | None:
         """Return the folder of a shard's graphs; None for that of the cache."""
-        if isinstance(shard, ScoresShard):
-            # They have no weights, and a draft has no sparse attention.
+        if isinstance(shard, SharedShard):
+            # They have no weights, and a draft has no attention on the NPU.
             return next(iter(self._folders.values()), None)
         return self._folders.get(shard.weights_key)
 
@@ -333,8 +335,8 @@ def check_form(
         GraphError: The length is not a standard one, or not positive with ``any_length``, or the form is not
             legal.
     """
-    # The queries of several heads follow one another, so that scores have as many rows as fill tiles.
-    standard = any_length or isinstance(shard, ScoresShard) or length in backend.standard_lengths
+    # Passes of attention have lengths of their own, and the queries of several heads follow one another.
+    standard = any_length or isinstance(shard, SharedShard) or length in backend.standard_lengths
     if not standard:
         raise GraphError(
             f"{backend.name} has no graphs of length {length}.",

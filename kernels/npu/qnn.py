@@ -44,7 +44,7 @@ from heterollm.kernels.npu.qnn_socs import SOCS, this_soc
 from heterollm.kernels.npu.self_test import check_small_linear
 from heterollm.kernels.npu.session import SessionGraph
 from heterollm.kernels.npu.shapes import GraphShape
-from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, ScoresShard, WeightShard
+from heterollm.kernels.npu.shards import ExpertsShard, GraphShard, SharedShard, WeightShard
 from heterollm.kernels.npu.shared_memory import ALLOCATOR_OPTION, SharedMemory, SharedPages, SharingEdges
 from heterollm.kernels.npu.small_shard import small_shard
 from heterollm.kernels.ops import Power
@@ -317,7 +317,7 @@ class QnnNpu(QnnContexts):
         self, shard: GraphShard, length: int, form: GraphForm | None, chosen: GraphForm
     ) -> list[PackedGraph]:
         """Return the graphs that share a graph's context, itself included."""
-        if isinstance(shard, ScoresShard):
+        if isinstance(shard, SharedShard):
             return [(shard, chosen, length)]
         rows = tuple([stop - start for start, stop in shard.row_ranges])
         experts = shard.experts if isinstance(shard, ExpertsShard) else ()

@@ -96,8 +96,28 @@ class ScoresShape:
         return f"{self.keys} keys of {self.head_dim} codes"
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Causal attention.
+
+    Args:
+        heads: Query heads.
+        kv_heads: Key heads.
+        keys: Keys of each key head.
+        head_dim: Elements of a head.
+    """
+
+    heads: int
+    kv_heads: int
+    keys: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.keys} keys of {self.head_dim} elements"
+
+
 WeightShape: TypeAlias = LinearShape | FfnShape
-GraphShape: TypeAlias = WeightShape | ExpertsShape | ScoresShape
+GraphShape: TypeAlias = WeightShape | ExpertsShape | ScoresShape | AttentionShape
 
 
 def _weights(weight: WeightFormat, integer_inputs: bool) -> str:

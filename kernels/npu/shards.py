@@ -1,7 +1,7 @@
-"""The NPU's shards of a layer, one graph each: linears, part of an ffn, experts, attention scores.
+"""The NPU's shards of a layer, one graph each: linears, part of an ffn, experts, attention, its scores.
 
-Linears, ffns and experts hold weights. Scores have none: both factors are inputs of their graph, so that one
-graph serves all layers with its quantisation steps.
+Linears, ffns and experts hold weights. Attention and scores have none: queries and keys are inputs of their
+graph, so that one graph serves all layers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ from numpy.typing import NDArray
 from heterollm.base import GraphError
 from heterollm.kernels.formats import LARGEST_EXPONENT, LinearWeight, QuantizedTensor, weight_format
 from heterollm.kernels.npu.ranges import FfnRanges, LinearRanges
-from heterollm.kernels.npu.shapes import ExpertsShape, FfnShape, LinearShape, ScoresShape
+from heterollm.kernels.npu.shapes import AttentionShape, ExpertsShape, FfnShape, LinearShape, ScoresShape
 from heterollm.kernels.ops import SLOPES, Activation, Group, Slopes, WeightFormat
 
 SCORES_CONTEXT_BYTES: Final = 100_000
 """About the size of a binary of scores: 58 to 161 KB for 192 to 4096 queries and up to 8192 keys."""
+
+RANGE_KEYS: Final = 512
+"""Keys of a range that a graph of attention computes at once."""
+
+ATTENTION_CONTEXT_BYTES: Final = 100_000
+"""About the size of a binary of attention for each range of keys."""
 
 ShardKey: TypeAlias = tuple[str | int | float | WeightFormat | tuple[tuple[int, int], ...], ...]
 """Identity of a shard: equal keys mean equal numbers."""
@@ -389,13 +395,77 @@ class ScoresShard:
         return ("scores", *astuple(self))
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionShard:
+    """Causal attention of all heads of a layer to keys and values that are inputs of its graph.
+
+    The graph joins ranges of keys by running maxima and sums. Its length is the number of tokens; rows do not
+    mix, so that those past the tokens of a pass may hold any finite numbers.
+
+    Args:
+        heads: Query heads, a multiple of the key heads.
+        kv_heads: Key heads.
+        keys: Keys of each key head, those past the last token of the pass included; hidden ones are finite.
+        head_dim: Elements of a head.
+
+    Raises:
+        GraphError: A size is not positive, or query heads cannot share the key heads.
+    """
+
+    heads: int
+    kv_heads: int
+    keys: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if min(astuple(self)) < 1 or self.heads % self.kv_heads:
+            raise GraphError(
+                f"{self.label} needs positive sizes, not {self.keys} keys of {self.head_dim}, and query "
+                f"heads that share {self.kv_heads} key heads."
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of keys ``[start, stop)`` that the graph joins."""
+        starts = range(0, self.keys, RANGE_KEYS)
+        return tuple((start, min(start + RANGE_KEYS, self.keys)) for start in starts)
+
+    @property
+    def shape(self) -> AttentionShape:
+        """The shape of its graphs."""
+        return AttentionShape(self.heads, self.kv_heads, self.keys, self.head_dim)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that its context takes beside inputs and outputs; there are no weights among them."""
+        return ATTENTION_CONTEXT_BYTES * len(self.ranges)
+
+    @property
+    def label(self) -> str:
+        """Name of the shard in messages."""
+        return f"attention of {self.heads} head{'s' * (self.heads > 1)}"
+
+    @property
+    def key(self) -> ShardKey:
+        """Identity of the shard."""
+        return ("attention", *astuple(self))
+
+
 NpuShard: TypeAlias = LinearShard | FfnShard
 """The NPU's part of an operator that is split by rows or by its width."""
 
 WeightShard: TypeAlias = NpuShard | ExpertsShard
 """The NPU's part of an operator with weights."""
 
-GraphShard: TypeAlias = WeightShard | ScoresShard
+SharedShard: TypeAlias = ScoresShard | AttentionShard
+"""An operator without weights, whose graphs all layers share."""
+
+GraphShard: TypeAlias = WeightShard | SharedShard
 """The shard that one graph of an NPU backend computes."""
 
 

@@ -3,7 +3,10 @@
 The graph of a linear or an ffn reads ``x [m, k]`` and writes ``y [m, r]``, that of experts the rows of
 one after another. With o in front of an ffn, ``x`` is the output of attention and ``stream [m, h]`` the
 residual stream. The graph of scores reads
-``queries [heads, m, d]`` and ``keys [heads, S, d]`` and writes ``scores [heads, m, S]``.
+``queries [heads, m, d]`` and ``keys [heads, S, d]`` and writes ``scores [heads, m, S]``. That of attention
+reads ``queries [heads, m, d]``, ``keys [kv_heads, d, S]``, ``values [kv_heads, S, d]`` and
+``limits [ranges, m, 1]`` and writes ``y [m, heads * d]``. A limit is the place in a range of keys of the last
+one that a token sees: -1 for none of them, and no more than the keys of a range.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import GraphError
-from heterollm.kernels.npu.shards import ExpertsShard, FfnShard, GraphShard, ScoresShard
+from heterollm.kernels.npu.shards import AttentionShard, ExpertsShard, FfnShard, GraphShard, ScoresShard
 
 INPUT: Final = "x"
 STREAM: Final = "stream"
@@ -25,6 +28,8 @@ OUTPUT: Final = "y"
 QUERIES: Final = "queries"
 KEYS: Final = "keys"
 SCORES: Final = "scores"
+VALUES: Final = "values"
+LIMITS: Final = "limits"
 
 NamedArrays: TypeAlias = Mapping[str, NDArray[Any]]
 """Arrays by the names of a graph's inputs or outputs."""
@@ -75,6 +80,16 @@ def graph_tensors(shard: GraphShard, length: int, dtype: np.dtype[Any]) -> Graph
             for size in ((length, shard.head_dim), (shard.keys, shard.head_dim), (length, shard.keys))
         )
         return GraphTensors({QUERIES: queries, KEYS: keys}, {SCORES: scores})
+    if isinstance(shard, AttentionShard):
+        heads, columns = shard.kv_heads, shard.head_dim
+        inputs = {
+            QUERIES: (shard.heads, length, columns),
+            KEYS: (heads, columns, shard.keys),
+            VALUES: (heads, shard.keys, columns),
+            LIMITS: (len(shard.ranges), length, 1),
+        }
+        output = GraphTensor((length, shard.heads * columns), dtype)
+        return GraphTensors({name: GraphTensor(own, dtype) for name, own in inputs.items()}, {OUTPUT: output})
     tokens = length * len(shard.experts) if isinstance(shard, ExpertsShard) else length
     x, y = GraphTensor((tokens, shard.columns), dtype), GraphTensor((tokens, shard.rows), dtype)
     fused = shard.fused if isinstance(shard, FfnShard) else None

@@ -1,5 +1,9 @@
 from .attention import AttentionCase as AttentionCase
 from .attention import attend as attend
+from .attention_inputs import AttentionGraphCase as AttentionGraphCase
+from .attention_inputs import AttentionInputs as AttentionInputs
+from .attention_inputs import input_bytes as input_bytes
+from .attention_inputs import write_attention_inputs as write_attention_inputs
 from .data import Data as Data
 from .data import Numbers as Numbers
 from .data import run_launches as run_launches

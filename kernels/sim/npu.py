@@ -14,6 +14,8 @@ from heterollm.base import GIB, GraphError
 from heterollm.kernels.npu import (
     INTEGER_FORMS,
     STANDARD_LENGTHS,
+    AttentionShape,
+    AttentionShard,
     ExpertsShape,
     ExpertsShard,
     FfnShard,
@@ -37,7 +39,14 @@ from heterollm.kernels.npu import (
     graph_tensors,
 )
 from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
-from heterollm.kernels.sim.soc.npu_model import NpuWork, ScoresWork, npu_time, scores_time
+from heterollm.kernels.sim.soc.npu_model import (
+    AttentionWork,
+    NpuWork,
+    ScoresWork,
+    SharedWork,
+    npu_time,
+    shared_time,
+)
 from heterollm.kernels.sim.soc.power_model import build_us
 from heterollm.kernels.sim.soc.quantities import SocParameters
 
@@ -100,7 +109,7 @@ class SimulatedNpu:
         self._settle = settle
         self._every_form = every_form
         self._built: dict[ShardKey, set[tuple[int, GraphForm]]] = {}
-        self._shapes: set[NpuWork | ScoresWork] = set()
+        self._shapes: set[NpuWork | SharedWork] = set()
 
     def forms(self, shape: GraphShape, length: int) -> tuple[GraphForm, ...]:
         """Return the legal forms; see :class:`heterollm.kernels.npu.NpuBackend`."""
@@ -132,7 +141,7 @@ class SimulatedNpu:
         work = npu_work(shard, length, chosen)
         if work not in self._shapes or (is_new and not self._soc.build.shared_graphs):
             self._shapes.add(work)
-            weights = 0 if isinstance(work, ScoresWork) else work.weights
+            weights = 0 if isinstance(work, SharedWork) else work.weights
             self._clock.work(build_us(self._soc, length, weights=weights), "build")
         real = None if self._real is None else self._real.prepare(shard, length, chosen, any_length=True)
         label = f"{shard.label}{AS_INTEGERS}" if chosen in INTEGER_FORMS else shard.label
@@ -184,7 +193,7 @@ class SimulatedNpu:
 def _has_codes(shape: GraphShape) -> bool:
     """Return whether the weights of a graph are codes."""
     one = shape.one if isinstance(shape, ExpertsShape) else shape
-    return not isinstance(one, ScoresShape) and one.weight.quantized
+    return not isinstance(one, ScoresShape | AttentionShape) and one.weight.quantized
 
 
 class SimulatedGraph:
@@ -205,7 +214,7 @@ class SimulatedGraph:
         soc: SocParameters,
         clock: SimulatedClock,
         label: str,
-        work: NpuWork | ScoresWork,
+        work: NpuWork | SharedWork,
         tensors: GraphTensors,
         real: NpuGraph | None,
         settle: Callable[[], None],
@@ -216,7 +225,7 @@ class SimulatedGraph:
         self._label = label
         self._real = real
         self._settle = settle
-        self._time = scores_time(soc, work) if isinstance(work, ScoresWork) else npu_time(soc, work)
+        self._time = shared_time(soc, work) if isinstance(work, SharedWork) else npu_time(soc, work)
 
     def bind(self, inputs: NamedArrays, outputs: NamedArrays) -> Callable[[], None]:
         """Return a call that takes the modelled time; see :meth:`heterollm.kernels.npu.NpuGraph.bind`."""
@@ -236,7 +245,7 @@ class SimulatedGraph:
         return call
 
 
-def npu_work(shard: GraphShard, length: int, form: GraphForm) -> NpuWork | ScoresWork:
+def npu_work(shard: GraphShard, length: int, form: GraphForm) -> NpuWork | SharedWork:
     """Return the work of a run of a shard.
 
     Args:
@@ -246,6 +255,8 @@ def npu_work(shard: GraphShard, length: int, form: GraphForm) -> NpuWork | Score
     """
     if isinstance(shard, ScoresShard):
         return ScoresWork(shard.heads, length, shard.keys, shard.head_dim)
+    if isinstance(shard, AttentionShard):
+        return AttentionWork(shard.heads, shard.kv_heads, length, shard.keys, shard.head_dim)
     weight = shard.format
     ffn = shard.parts[0] if isinstance(shard, ExpertsShard) else shard
     fused = ffn.fused if isinstance(ffn, FfnShard) else None

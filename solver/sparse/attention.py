@@ -1,4 +1,4 @@
-"""Attention in plans: dense, or sparse with keys that are chosen by estimated scores (shadowAttn).
+"""Attention in plans: dense on the GPU or the NPU, or sparse to keys that estimated scores choose.
 
 :data:`AttentionPlacement` is a union of classes, told apart by ``type`` in JSON. Only passes of prefill have
 one; decode is dense.
@@ -12,7 +12,8 @@ from msgspec import Meta, Struct
 
 from heterollm.base import Amount, Count, OptionError, PlanError, Positive
 from heterollm.kernels.formats import BucketCount
-from heterollm.solver.standard_lengths import score_keys
+from heterollm.kernels.npu import AttentionShape
+from heterollm.solver.standard_lengths import LEAST_KEYS, LEAST_SCORE_TOKENS, score_keys
 from heterollm.solver.techniques.record import PlanTarget, TechniqueRecord
 
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
@@ -105,6 +106,16 @@ class SparseAttention(
             )
 
 
+class NpuAttention(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="npu", gc=False):
+    """Attention of all heads to every visible key, on the NPU.
+
+    Args:
+        predicted_us: Predicted time of the graph and of its inputs, if the plan came from a profile.
+    """
+
+    predicted_us: Amount | None = None
+
+
 class AttentionRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """The options of the technique ``shadowattn``.
 
@@ -144,7 +155,7 @@ class AttentionRequest(Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-AttentionPlacement: TypeAlias = DenseAttention | SparseAttention
+AttentionPlacement: TypeAlias = DenseAttention | SparseAttention | NpuAttention
 DENSE_ATTENTION: Final = DenseAttention()
 
 
@@ -175,10 +186,10 @@ class AttentionEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlannedAttention(TechniqueRecord, frozen=True):
-    """The attention of prefill; cases without an entry are dense."""
+    """The attention of prefill; cases without an entry are dense, on the GPU."""
 
     KEY: ClassVar[str] = "attention"
-    TITLE: ClassVar[str] = "Sparse attention"
+    TITLE: ClassVar[str] = "Attention that is sparse or on the NPU"
 
     entries: tuple[AttentionEntry, ...] = ()
 
@@ -201,19 +212,24 @@ class PlannedAttention(TechniqueRecord, frozen=True):
         )
 
     @property
+    def on_npu(self) -> bool:
+        """Whether the NPU attends in any case."""
+        return any(isinstance(entry.placement, NpuAttention) for entry in self.entries)
+
+    @property
     def is_active(self) -> bool:
-        """Whether any attention is sparse."""
-        return bool(self.sparse)
+        """Whether any attention is sparse or on the NPU."""
+        return bool(self.sparse) or self.on_npu
 
     @property
     def uses_npu(self) -> bool:
-        """Whether the NPU estimates any scores."""
-        return any(one.estimator == "npu" for one in self.sparse)
+        """Whether the NPU attends, or estimates any scores."""
+        return self.changes_values or self.on_npu
 
     @property
     def changes_values(self) -> bool:
-        """Whether the GPU alone would attend densely."""
-        return self.uses_npu
+        """Whether the GPU alone would attend densely where this is sparse."""
+        return any(one.estimator == "npu" for one in self.sparse)
 
     def borders(self, context: int) -> set[int]:
         """Return the ends of ranges of keys, and of the standard numbers of keys."""
@@ -223,7 +239,7 @@ class PlannedAttention(TechniqueRecord, frozen=True):
         return {min(border, context) for border in (*changes, *score_keys(context), context)} - {0}
 
     def check(self, target: PlanTarget) -> None:
-        """Refuse sparse attention that is not the model's, or that the device cannot estimate."""
+        """Refuse attention that is not the model's, or that the device cannot compute or estimate."""
         last = max((spec.layer for spec in target.specs), default=-1)
         for entry in self.entries:
             placement, layers = entry.placement, f"layers {entry.layers[0]} to {entry.layers[1]}"
@@ -238,4 +254,12 @@ class PlannedAttention(TechniqueRecord, frozen=True):
                     raise PlanError(
                         f"Sparse attention of {layers} needs an NPU, and the device was opened without one.",
                         fix="Plan with --estimator gpu, or give the NPU at least one thread.",
+                    )
+            elif isinstance(placement, NpuAttention):
+                shape = AttentionShape(*target.heads, keys=LEAST_KEYS, head_dim=1)
+                if target.npu is None or not target.npu.forms(shape, LEAST_SCORE_TOKENS):
+                    lack = "no graphs of attention" if target.npu else "no NPU, or was opened without one"
+                    raise PlanError(
+                        f"The plan has attention of {layers} on the NPU, and the device has {lack}.",
+                        fix="Plan without the technique npu-attention, or take the entries out of the plan.",
                     )

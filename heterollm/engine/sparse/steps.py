@@ -17,7 +17,7 @@ import numpy as np
 
 from heterollm.base import PlanError
 from heterollm.engine.builder import PassBuilder
-from heterollm.engine.placed import Memory, PlacedOp, codes_of
+from heterollm.engine.placed import Memory, PlacedOp, SharedOp, codes_of
 from heterollm.engine.sparse.slots import score_memory, sparse_shape
 from heterollm.engine.step import NOT_RUN, Buffer, Call, Operator, operator_name
 from heterollm.engine.techniques.technique import Around, TechniqueSteps
@@ -45,21 +45,6 @@ ScoreScales: TypeAlias = Mapping[BucketCount, Mapping[int, tuple[ScoreScale, ...
 """Scales of each key head, by number of buckets and layer."""
 
 NO_SCALES: Final[ScoreScales] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class ScoresOp:
-    """The scores of a layer, as an operator that the GPU hands over to the NPU."""
-
-    layer: int
-    npu_source: SharedArray
-    npu_target: SharedArray
-    operator: Operator = "scores"
-
-    @property
-    def name(self) -> str:
-        """The operator with its layer."""
-        return operator_name(self.operator, self.layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +167,7 @@ class SparseAttentionSteps(TechniqueSteps):
                 self._estimate(one, unit)
                 self._attend(one, unit, rounded if unit is units[-1] else None)
             return
-        op = ScoresOp(layer, one.memory.queries, one.memory.scores)
+        op = SharedOp("scores", layer, one.memory.queries, one.memory.scores)
         builder.mark(op)
         builder.wait(op)
         mapped = not one.memory.queries.coherent
@@ -251,7 +236,7 @@ class SparseAttentionSteps(TechniqueSteps):
         reads, writes = (memory.queries, memory.keys), (one.scores_of(unit),)
         self._kernel(one, "scores", unit, launch, reads, writes)
 
-    def _graph(self, one: _Layer, op: ScoresOp, unit: _Unit) -> None:
+    def _graph(self, one: _Layer, op: SharedOp, unit: _Unit) -> None:
         """Append the NPU's estimate of a unit."""
         builder, memory, shape = one.builder, one.memory, one.shape
         shard = ScoresShard(len(unit.heads), shape.keys, shape.heads.head_dim, unit.exponent)
@@ -324,7 +309,7 @@ class SparseAttentionSteps(TechniqueSteps):
             operator, one.number, launch, reads=reads, writes=writes, label=one.name(operator, unit)
         )
 
-    def _map(self, one: _Layer, op: ScoresOp) -> None:
+    def _map(self, one: _Layer, op: SharedOp) -> None:
         builder, memory, shape = one.builder, one.memory, one.shape
         for codes, size in ((memory.queries, shape.query_bytes), (memory.keys, shape.key_bytes)):
             read = functools.partial(codes.acquire_to_read, size)
@@ -333,7 +318,7 @@ class SparseAttentionSteps(TechniqueSteps):
         writes = (builder.byte_range(memory.scores, 0, shape.score_bytes),)
         builder.on_host(op, "acquire", write, writes=writes)
 
-    def _unmap(self, one: _Layer, op: ScoresOp) -> None:
+    def _unmap(self, one: _Layer, op: SharedOp) -> None:
         for slot in (one.memory.queries, one.memory.keys):
             one.builder.on_host(op, "release", slot.release, reads=(slot,))
         slot = one.memory.scores

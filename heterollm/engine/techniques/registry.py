@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from heterollm.engine.builder import PassBuilder
 from heterollm.engine.experts.shares import ExpertShares
+from heterollm.engine.npu_attention.steps import NpuAttentionSteps
 from heterollm.engine.placed import PlacedOp
 from heterollm.engine.shadow.steps import ShadowSteps
 from heterollm.engine.sparse.steps import NO_SCALES, SparseAttentionSteps
@@ -52,6 +53,7 @@ class Techniques:
         )
         self._every: tuple[TechniqueSteps, ...] = (
             sparse,
+            NpuAttentionSteps(device, weights.config, context),
             ShadowSteps(device, weights, plan, ranges),
             self.experts,
         )

@@ -15,7 +15,7 @@ written once and read again for each stationary column of tiles. (HeteroLLM, sec
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from heterollm.base import OptionError
 from heterollm.kernels.npu import INTEGER_FORMS, K_SPLIT_COLUMNS
@@ -45,6 +45,11 @@ FLOAT_BYTES: Final = 2
 
 SUM_BYTES: Final = 8
 """Read and written for each output and further chunk of a chunked form: a sum in FP32."""
+
+
+SCORE_BYTES: Final = 20
+"""Read and written for each score of an attention graph: a mask is added, maximum and sum are taken, and the
+difference, its bound and the exponential are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,40 @@ class ScoresWork:
     def io_bytes(self) -> int:
         """Bytes of queries, keys and scores."""
         return self.heads * ((self.tokens + self.keys) * self.head_dim + self.tokens * self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """One run of a graph of attention.
+
+    Args:
+        heads: Query heads.
+        kv_heads: Key heads.
+        tokens: Tokens, padding included.
+        keys: Keys of each key head, padding included.
+        head_dim: Elements of a head.
+    """
+
+    heads: int
+    kv_heads: int
+    tokens: int
+    keys: int
+    head_dim: int
+
+    @property
+    def io_bytes(self) -> int:
+        """Bytes of queries, keys, values and output."""
+        rows = 2 * self.heads * self.tokens + 2 * self.kv_heads * self.keys
+        return FLOAT_BYTES * rows * self.head_dim
+
+    @property
+    def scores(self) -> int:
+        """Scores of all heads; no mask spares a graph any."""
+        return self.heads * self.tokens * self.keys
+
+
+SharedWork: TypeAlias = ScoresWork | AttentionWork
+"""A run of a graph without weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +301,42 @@ def scores_time(soc: SocParameters, work: ScoresWork) -> NpuTime:
         dram_bytes=work.io_bytes,
         bound="array" if array_us >= memory_us else "memory",
     )
+
+
+def attention_time(soc: SocParameters, work: AttentionWork) -> NpuTime:
+    """Return what one run of a graph of attention takes on a modelled NPU.
+
+    Keys and values are stationary, and the queries of their heads pass through. Nobody has published a time of
+    such a graph: the rates are those of other graphs.
+    """
+    npu = soc.npu
+    row_us = 2 * npu.tile**2 / (npu.array_tflops * npu.clock_factor * 1e6)
+    tiles = work.kv_heads * -(-work.keys // npu.tile) * -(-work.head_dim // npu.tile)
+    streamed = work.heads // work.kv_heads * -(-work.tokens // npu.tile) * npu.tile
+    array_us = 2 * tiles * (streamed + npu.tile_load_rows) * row_us
+    vector_us = SCORE_BYTES * work.scores / (npu.vector_gbps * npu.clock_factor * 1e3)
+    memory_us = work.io_bytes / (npu.dram_gbps * 1e3)
+    copy_us = _copied_us(soc, work.io_bytes)
+    fixed_us = npu.execute_us + copy_us
+    parts: dict[NpuBound, float] = {"memory": memory_us, "array": array_us, "vector": vector_us}
+    return NpuTime(
+        alone_us=fixed_us + max(array_us, memory_us) + vector_us,
+        fixed_us=fixed_us,
+        copy_us=copy_us,
+        array_us=array_us,
+        dequantise_us=0.0,
+        memory_us=memory_us,
+        spill_us=0.0,
+        vector_us=vector_us,
+        spill_bytes=0.0,
+        dram_bytes=work.io_bytes,
+        bound=max(parts, key=lambda name: parts[name]),
+    )
+
+
+def shared_time(soc: SocParameters, work: SharedWork) -> NpuTime:
+    """Return what one run of a graph without weights takes on a modelled NPU."""
+    return scores_time(soc, work) if isinstance(work, ScoresWork) else attention_time(soc, work)
 
 
 def _copied_us(soc: SocParameters, io_bytes: int) -> float:

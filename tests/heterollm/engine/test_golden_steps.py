@@ -20,15 +20,18 @@ from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs, joined_specs
 from heterollm.kernels.sim import Simulation
-from heterollm.model import KNOWN_MODELS, ModelConfig, expert_specs, op_specs, shape_only_weights
+from heterollm.model import KNOWN_MODELS, ModelConfig, ModelWeights, expert_specs, op_specs, shape_only_weights
 from heterollm.model.blocks import MixtureBlock
 from heterollm.model.layout import expected_tensors
 from heterollm.solver import (
+    AttentionEntry,
     ExpertGroup,
     ExpertsEntry,
     ExpertsPlacement,
+    NpuAttention,
     Placement,
     Plan,
+    PlannedAttention,
     PlannedExperts,
     level_plan,
     model_shape,
@@ -135,15 +138,21 @@ def of_plans(config: ModelConfig, kind: str, levels: tuple[str, ...]) -> Iterato
     mixtures = config.blocks(MixtureBlock).values()
     on_npu = bool(mixtures) and not any(block.biased or not block.gated for block in mixtures)
     for level in levels:
-        device = open_device("sim:snapdragon-8gen3", simulation=Simulation(lengths=STANDARD, every_form=True))
         plan = plan_of(level, specs, precision, on_npu)
-        ranges = ranges_of(specs) if precision == "w8a8" else {}
-        engine = Engine(device, weights, plan, CONTEXT, lambda *_: None, ranges=ranges)
-        for phase, tokens in PASSES:
-            yield f"{level} {phase} {tokens}", [repr(step) for step in engine.planned_steps(phase, tokens)]
-        sizes = pool_sizes(config, specs, plan, device.activation_dtype.itemsize, CONTEXT)
-        need = memory_need(config, specs, plan, CONTEXT, sizes, device.cache_dtype, device.npu)
-        yield f"{level} buffers", [*(f"{slot} {size}" for slot, size in sizes.items()), str(need)]
+        yield from of_plan(level, weights, plan, ranges_of(specs) if precision == "w8a8" else {})
+
+
+def of_plan(
+    name: str, weights: ModelWeights, plan: Plan, ranges: dict[tuple[int, Group], StaticRanges]
+) -> Iterator[tuple[str, list[str]]]:
+    device = open_device("sim:snapdragon-8gen3", simulation=Simulation(lengths=STANDARD, every_form=True))
+    config, specs = weights.config, weights.specs
+    engine = Engine(device, weights, plan, CONTEXT, lambda *_: None, ranges=ranges)
+    for phase, tokens in PASSES:
+        yield f"{name} {phase} {tokens}", [repr(step) for step in engine.planned_steps(phase, tokens)]
+    sizes = pool_sizes(config, specs, plan, device.activation_dtype.itemsize, CONTEXT)
+    need = memory_need(config, specs, plan, CONTEXT, sizes, device.cache_dtype, device.npu)
+    yield f"{name} buffers", [*(f"{slot} {size}" for slot, size in sizes.items()), str(need)]
 
 
 def hold(name: str, lists: dict[str, list[str]]) -> None:
@@ -177,6 +186,14 @@ def test_operators_of_known_models() -> None:
 def test_steps(family: str, kind: str) -> None:
     found = dict(of_plans(config_of(family), kind, QUICK[kind]))
     hold(f"{family} {kind}", found)
+
+
+def test_steps_of_attention_on_the_npu() -> None:
+    config = config_of("llama")
+    specs = op_specs(config, "w4a16", BLOCK, True)
+    entry = AttentionEntry((1, CHUNK), (1, CONTEXT), (0, 0), NpuAttention())
+    plan = plan_of("npu", specs, "w4a16", False).with_technique(PlannedAttention((entry,)))
+    hold("llama w4a16", dict(of_plan("attention", shape_only_weights(config, specs), plan, {})))
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ PROGRAMS = {
     (*LAYERS, "attention.h", "attention_vector.cl"): f"-DWG=1 {HEADS} -DSOFT_CAP",
     (*LAYERS, "attention.h", "attention_simt.cl"): f"-DWG=64 {HEADS} -DKV_HALF -DSOFT_CAP",
     (*LAYERS, "attention.h", "attention_join.cl"): f"-DWG=64 {HEADS}",
+    (*LAYERS, "attention_inputs.cl"): f"-DWG=64 {HEADS} -DRANGE_KEYS=512 -DKV_HALF",
     (*SPARSE, "score_codes.cl"): f"-DWG=64 {SPARSE_HEADS} -DBUCKETS=9",
     (*SPARSE, "score_estimate.cl"): f"-DWG=64 {SPARSE_HEADS}",
     (*SPARSE, "select.cl"): f"-DWG=64 {SPARSE_HEADS}",

@@ -58,6 +58,7 @@ from heterollm.kernels.gpu import (
 )
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.kernels.operators.attention import AttentionCase, attend
+from heterollm.kernels.operators.attention_inputs import AttentionInputsCase
 from heterollm.kernels.operators.data import Data, fill_slot
 from heterollm.kernels.operators.delta_net import DeltaCase
 from heterollm.kernels.operators.embedding import PositionsCase
@@ -274,6 +275,12 @@ PROGRAMS: dict[tuple[str, ...], list[str]] = {
     (*ATTENTION, "attention_join.cl"): [
         "-DWG=64 -DHEAD_DIM=64 -DROWS=4",
         "-DWG=64 -DHEAD_DIM=64 -DROWS=4 -DCODE_BITS=4 -DCODE_BLOCK=128 -DCODE_HEADS=2",
+    ],
+    (*LAYERS, "attention_inputs.cl"): [
+        "-DWG=1 -DHEAD_DIM=64 -DGROUP=3 -DRANGE_KEYS=512",
+        "-DWG=1 -DHEAD_DIM=20 -DGROUP=1 -DRANGE_KEYS=512 -DKV_CODES",
+        "-DWG=64 -DHEAD_DIM=128 -DGROUP=6 -DRANGE_KEYS=512 -DKV_HALF -DWHOLE_EIGHTS",
+        "-DWG=64 -DHEAD_DIM=20 -DGROUP=3 -DRANGE_KEYS=512",
     ],
     (*SPARSE, "score_codes.cl"): [
         "-DWG=1 -DHEAD_DIM=64 -DGROUP=3 -DNPU_CODES=8 -DBUCKETS=9",
@@ -492,6 +499,7 @@ class ExactData(Data):
 
 
 ODD = HeadShape(3, 1, 20, 69)
+CODE_OUTPUTS = ("queries", "attended", "graph queries", "graph keys", "graph values", "limits")
 NET = DeltaShape(key_heads=2, value_heads=6, key_dim=21, value_dim=13, taps=4)
 TURNED = RopeCase(3, 66, ODD, (24, 8, 0), rotary=12, biased=True)
 OPERATORS = (
@@ -552,6 +560,8 @@ OPERATORS = (
     ),
     *(AttentionCase(3, 66, ODD, sinks=(1.0, 0.0, -3.0), parts=parts) for parts in (1, 2)),
     *(AttentionCase(3, 66, ODD, Scores(0.2, 67, chunked=True), parts=parts) for parts in (1, 2)),
+    AttentionInputsCase(3, 66, ODD, (32, 80)),
+    AttentionInputsCase(35, 0, ODD, (64, 516)),
     OutlierCase(1, 100, (70,), (64,), 25, 9),
     OutlierCase(6, 600, (21, 9, 9), (16, 8, 0), 25, 9, covered=5),
     OutlierCase(35, 64, (24,), (24,), 25, 9),
@@ -574,7 +584,11 @@ ENDED_CASES = (
     ),
     *ENDINGS_OF_CODES,
 )
-CODE_CACHE = (TURNED, *(AttentionCase(3, 66, ODD, parts=parts) for parts in (1, 2)))
+CODE_CACHE = (
+    TURNED,
+    AttentionInputsCase(3, 66, ODD, (32, 80)),
+    *(AttentionCase(3, 66, ODD, parts=parts) for parts in (1, 2)),
+)
 
 
 def case_launches(
@@ -593,7 +607,7 @@ def case_launches(
                 yield
             for name, exact in case.exact(data.values).items():
                 # Codes of keys and values are far coarser; tests of their own compare them.
-                if kv_dtype is None or name in ("queries", "attended"):
+                if kv_dtype is None or name in CODE_OUTPUTS:
                     width = ODD.head_dim if name == "attended" else exact.shape[-1]
                     numbers = (part.reshape(-1, width) for part in (data.read(name), exact))
                     gate = "fp32" if dtype == np.float32 else "fp16"

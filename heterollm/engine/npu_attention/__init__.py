@@ -1,0 +1,1 @@
+"""Attention on the NPU in prefill: its slots, and its steps."""
