@@ -33,6 +33,7 @@ from heterollm.calibration.records import FfnCalibration, LinearCalibration, Ran
 from heterollm.cli import main
 from heterollm.cli.command_line import app
 from heterollm.kernels.sim.soc.parameters import parse_soc
+from heterollm.model.known_names import known_repository
 from heterollm.profiler.records import Profile
 from heterollm.simulate import SimulationRequest, simulate
 from heterollm.solver import Plan
@@ -116,14 +117,20 @@ def commands_in(lines):
         for part in line.split("&&"):
             words = shlex.split(part, comments=True)
             if words and words[0].removeprefix(".venv/bin/") == "heterollm":
-                yield words[1:]
+                yield chatting(words[1:])
 
 
 def inline_commands(text):
     for code in re.findall(r"`([^`]+)`", without_fences(text)):
         code = " ".join(code.split())
         if code.startswith("heterollm ") and "..." not in code:
-            yield shlex.split(code)[1:]
+            yield chatting(shlex.split(code)[1:])
+
+
+def chatting(words):
+    """Return the words with the command that a model in place of one stands for."""
+    is_model = words[:1] and (words[0] == "MODEL" or "/" in words[0] or known_repository(words[0]))
+    return ["chat", *words] if is_model else words
 
 
 # -- the program's parser ----------------------------------------------------------------------------
