@@ -64,8 +64,8 @@ from .tensor_file import TensorFile as TensorFile
 from .tensor_file import checksums as checksums
 from .tensor_file import layout_tensors as layout_tensors
 from .tensor_file import written_tensors as written_tensors
+from .weight_loading import exported_weights as exported_weights
+from .weight_loading import load_weights as load_weights
+from .weight_loading import read_floats as read_floats
+from .weight_loading import shape_only_weights as shape_only_weights
 from .weights import ModelWeights as ModelWeights
-from .weights import exported_weights as exported_weights
-from .weights import load_weights as load_weights
-from .weights import read_floats as read_floats
-from .weights import shape_only_weights as shape_only_weights
