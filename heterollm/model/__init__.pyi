@@ -38,11 +38,11 @@ from .known import FoundModel as FoundModel
 from .known import default_shapes as default_shapes
 from .known import find_model as find_model
 from .layers import LayerStage as LayerStage
-from .layout import kept_formats as kept_formats
-from .layout import op_specs as op_specs
 from .library import StoredModel as StoredModel
 from .library import remove_models as remove_models
 from .library import stored_models as stored_models
+from .operators import kept_formats as kept_formats
+from .operators import op_specs as op_specs
 from .pooling import Pooling as Pooling
 from .pooling import read_pooling as read_pooling
 from .rope import QueryGrowth as QueryGrowth

@@ -32,16 +32,14 @@ from heterollm.model.layout import (
     HEAD_LAYER,
     embedding_name,
     expected_tensors,
-    kept_formats,
     layer_input_names,
     linear_names,
     mapped_tensors,
     matrix_shape,
-    op_specs,
     row_factors,
-    shortened_blocks,
     stream_names,
 )
+from heterollm.model.operators import kept_formats, op_specs, shortened_blocks
 from heterollm.model.stored import STORED_VERSION
 from heterollm.model.stored_notes import stored_notes
 from heterollm.model.tensor_file import TensorFile

@@ -36,7 +36,8 @@ from heterollm.kernels.npu import (
     every_form,
     graph_tensors,
 )
-from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
+from heterollm.kernels.sim.clock import SimulatedClock
+from heterollm.kernels.sim.jobs import SimulatedJob
 from heterollm.kernels.sim.soc.npu_model import NpuWork, ScoresWork, npu_time, scores_time
 from heterollm.kernels.sim.soc.power_model import build_us
 from heterollm.kernels.sim.soc.quantities import SocParameters

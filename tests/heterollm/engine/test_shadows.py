@@ -17,7 +17,8 @@ import heterollm
 from heterollm.base import PlanError
 from heterollm.calibration import Policy, calibrate, load_calibration
 from heterollm.calibration.int8_records import ChannelOutliers
-from heterollm.calibration.records import Calibration, LinearCalibration
+from heterollm.calibration.range_records import LinearCalibration
+from heterollm.calibration.records import Calibration
 from heterollm.engine.shadow import cold
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.formats.tolerances import sqnr_db

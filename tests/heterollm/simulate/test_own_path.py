@@ -14,7 +14,7 @@ from heterollm.benchmarks import modelled_row
 from heterollm.cli import main
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import Simulation, clock_of, load_soc, soc_of
-from heterollm.kernels.sim.clock import SimulatedJob
+from heterollm.kernels.sim.jobs import SimulatedJob
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.profiler.records import Profile
