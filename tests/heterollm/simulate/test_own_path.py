@@ -28,13 +28,6 @@ MAPPED = {"memory.fine_grained_svm": 0.0}
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("own")))
-        yield
-
-
 def asked(**options):
     return SimulationRequest(SMALL, prompt=256, decode=4, **options)
 
