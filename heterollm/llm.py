@@ -56,6 +56,14 @@ def _enough_memory() -> Iterator[None]:
         ) from error
 
 
+def _whole(stream: Stream) -> GenerationResult:
+    try:
+        return stream.result
+    except BaseException:
+        stream.close()
+        raise
+
+
 class LLM(LoadedModel):
     """A loaded model on an opened device, made by :meth:`load`: use it as a context manager, or close it."""
 
@@ -119,21 +127,11 @@ class LLM(LoadedModel):
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[AnswerKeywords]) -> GenerationResult:
         """Return the whole answer to a prompt; options and errors are those of :meth:`stream`."""
-        stream = self.stream(prompt, **options)
-        try:
-            return stream.result
-        except BaseException:
-            stream.close()
-            raise
+        return _whole(self.stream(prompt, **options))
 
     def chat(self, messages: Sequence[Message], **options: Unpack[AnswerKeywords]) -> GenerationResult:
         """Return the whole answer to a dialogue; options and errors are those of :meth:`stream_chat`."""
-        stream = self.stream_chat(messages, **options)
-        try:
-            return stream.result
-        except BaseException:
-            stream.close()
-            raise
+        return _whole(self.stream_chat(messages, **options))
 
     def stream_chat(self, messages: Sequence[Message], **options: Unpack[AnswerKeywords]) -> Stream:
         """Start the answer to a dialogue, rendered with the model's chat template.

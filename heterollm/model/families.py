@@ -48,9 +48,10 @@ from heterollm.model.rope import ROPE_KINDS
 from heterollm.model.state_spaces import STATE_SPACES
 from heterollm.model.ungated import UNGATED
 
-FUSED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {**FUSED_NETWORK, "qkv": dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj")}
-)
+FUSED: Final[Mapping[Group, Mapping[str, str]]] = {
+    **FUSED_NETWORK,
+    "qkv": dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj"),
+}
 
 
 def layers_without_rope(fields: JsonFields, layer: int) -> bool:
@@ -71,9 +72,12 @@ def minicpm_multipliers(fields: JsonFields) -> dict[str, object]:
     }
 
 
-QWEN: Mapping[str, object] = MappingProxyType(
-    {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
-)
+QWEN: Final[Mapping[str, object]] = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
 WINDOW_FIELDS = frozenset({"use_sliding_window", "layer_types"})
 MINISTRAL_ROPE: Final[dict[str, object]] = {
     "rope_type": "yarn",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 from heterollm.kernels.ops import Group, Scoring
@@ -301,30 +300,26 @@ def gated_network(module: str) -> Mapping[Group, Mapping[str, str]]:
     return {"gate_up": rows, "down": {"down": f"{module}.down_proj"}}
 
 
-SEPARATE: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {
-        "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
-        "o": {"o": "self_attn.o_proj"},
-        **gated_network("mlp"),
-    }
-)
-FUSED_NETWORK: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {**SEPARATE, "gate_up": dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")}
-)
+SEPARATE: Final[Mapping[Group, Mapping[str, str]]] = {
+    "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
+    "o": {"o": "self_attn.o_proj"},
+    **gated_network("mlp"),
+}
+FUSED_NETWORK: Final[Mapping[Group, Mapping[str, str]]] = {
+    **SEPARATE,
+    "gate_up": dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
+}
 ATTENTION_BIASES: Final[Mapping[BiasedPart, str]] = {"qkv": "attention_bias", "o": "attention_bias"}
 BIASES: Final[Mapping[BiasedPart, str]] = {**ATTENTION_BIASES, "ffn": "mlp_bias"}
-NORMS: Mapping[Norm, str] = MappingProxyType(
-    {"attention": "input_layernorm", "feed_forward": "post_attention_layernorm"}
-)
-OUTPUT_NORMS: Mapping[Norm, str] = MappingProxyType(
-    {
-        "attention_output": "post_attention_layernorm",
-        "feed_forward_output": "post_feedforward_layernorm",
-    }
-)
-HEAD_NORMS: Mapping[Norm, str] = MappingProxyType(
-    {"query_head": "self_attn.q_norm", "key_head": "self_attn.k_norm"}
-)
+NORMS: Final[Mapping[Norm, str]] = {
+    "attention": "input_layernorm",
+    "feed_forward": "post_attention_layernorm",
+}
+OUTPUT_NORMS: Final[Mapping[Norm, str]] = {
+    "attention_output": "post_attention_layernorm",
+    "feed_forward_output": "post_feedforward_layernorm",
+}
+HEAD_NORMS: Final[Mapping[Norm, str]] = {"query_head": "self_attn.q_norm", "key_head": "self_attn.k_norm"}
 
 
 def no_layer(_fields: JsonFields, _layer: int) -> bool:
