@@ -9,7 +9,6 @@ from heterollm.model.block import Norm
 from heterollm.model.family import (
     ATTENTION_BIASES,
     HEAD_NORMS,
-    NORMS,
     OUTPUT_NORMS,
     SECTION_COUNTS,
     SEPARATE,
@@ -40,7 +39,6 @@ GEMMAS: Final[Mapping[str, Family]] = {
         name="Gemma",
         covers="Gemma 1",
         architecture="GemmaForCausalLM",
-        tensors=TensorNames(SEPARATE, NORMS),
         defaults={
             "num_key_value_heads": 16,
             "head_dim": 256,

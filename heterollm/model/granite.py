@@ -33,7 +33,6 @@ GRANITES: Final[Mapping[str, Family]] = {
         name="Granite",
         covers="Granite 3 and 4 without experts",
         architecture="GraniteForCausalLM",
-        tensors=TensorNames(SEPARATE, NORMS),
         follows=GRANITE_FIELDS,
         biases=BIASES,
         bos_ids=(1,),

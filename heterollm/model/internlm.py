@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from heterollm.model.family import BIASES, NORMS, SEPARATE, Family, TensorNames
+from heterollm.model.family import BIASES, Family, TensorNames
 from heterollm.model.json_fields import JsonFields
 
 
@@ -45,7 +45,6 @@ INTERNLMS: Final[Mapping[str, Family]] = {
         covers="InternLM3 8B",
         # transformers computes it as a Llama; published files name their own class.
         architecture="LlamaForCausalLM",
-        tensors=TensorNames(SEPARATE, NORMS),
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
         derived=internlm3_biases,
         follows=frozenset({"qkv_bias", "bias"}),

@@ -20,13 +20,7 @@ from heterollm.kernels.npu.integer_graphs import build_integer_ffn, build_intege
 from heterollm.kernels.npu.linear_graphs import GraphBody, Tensors, build_linear
 from heterollm.kernels.npu.protocol import INTEGER_FORMS, GraphForm, edge_dtype
 from heterollm.kernels.npu.scores_graphs import build_scores
-from heterollm.kernels.npu.shards import (
-    ExpertsShard,
-    FfnShard,
-    GraphShard,
-    LinearShard,
-    ScoresShard,
-)
+from heterollm.kernels.npu.shards import ExpertsShard, FfnShard, GraphShard, LinearShard, ScoresShard
 from heterollm.kernels.npu.tensors import GraphTensor, graph_tensors
 
 OPEN_LENGTH = -1

@@ -37,11 +37,7 @@ def simulated_devices() -> list[DeviceStatus]:
 
 
 def open_simulated(
-    name: str,
-    simulation: Simulation | None,
-    *,
-    with_npu: bool,
-    compute_on: Callable[[], Device],
+    name: str, simulation: Simulation | None, *, with_npu: bool, compute_on: Callable[[], Device]
 ) -> Device:
     """Open a simulated SoC.
 

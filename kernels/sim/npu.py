@@ -156,12 +156,7 @@ class SimulatedNpu:
             )
 
     def cpu_times_us(
-        self,
-        shard: GraphShard,
-        length: int,
-        form: GraphForm | None = None,
-        *,
-        runs: int,
+        self, shard: GraphShard, length: int, form: GraphForm | None = None, *, runs: int
     ) -> None:
         """Return None: the model gives times, and emulates nothing."""
 
