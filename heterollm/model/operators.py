@@ -48,9 +48,7 @@ def op_specs(
     Raises:
         OptionError: No legal block divides the inputs of some group.
     """
-    stored = kept_formats(config, precision, scales)
-
-    kinds = kind_names(config.per_layer)
+    stored, kinds = kept_formats(config, precision, scales), kind_names(config.per_layer)
 
     def spec(layer: int, shape: GroupShape) -> OpSpec:
         columns = shape.columns
@@ -65,13 +63,7 @@ def op_specs(
             elif precision == "w8a8":
                 weight = WeightFormat(8, block, scales="tensor")
         return OpSpec(
-            shape.group,
-            layer,
-            shape.members,
-            columns,
-            weight,
-            shape.source,
-            shape.target,
+            *(shape.group, layer, shape.members, columns, weight, shape.source, shape.target),
             integer_inputs=precision == "w4a8",
             kind="" if layer == HEAD_LAYER else kinds[layer],
             before=shape.before,

@@ -71,14 +71,12 @@ def load_weights(
     Args:
         checkpoint: The tensors.
         config: The model; its tensors are checked against the checkpoint's.
-        precision: ``w4a16`` or ``w4a8`` (4 bits, embedding and head 8; the same weights), ``w8a8`` (8 bits)
-            or ``fp16``.
+        precision: ``w4a16`` or ``w4a8`` (4 bits, embedding and head 8), ``w8a8`` (8 bits) or ``fp16``.
         group_size: Inputs that share one scale, except at ``fp16``.
         symmetric: Whether 4-bit weights have no zero points.
         scales: Scales of the 4-bit weights.
         float_dtype: Type of the weights at ``fp16``: float16, or float32 if the device computes in it.
-        progress: Called with the bytes done and the total while the checkpoint is hashed and then quantised,
-            if the cache does not have the result.
+        progress: Called with the bytes done and the total while it hashes and quantises what the cache lacks.
         cancelled: Stops quantising when set.
         folder: Folder of the files of weights; None for that of the cache.
 
@@ -93,35 +91,24 @@ def load_weights(
     dtype = np.dtype(float_dtype)
     float_bits: Literal[16, 32] = 32 if dtype == np.float32 else 16
     specs = op_specs(config, precision, group_size, symmetric, float_bits=float_bits, scales=scales)
-    notes = checkpoint.notes
-    if kept_formats(config, precision, scales) is None:
-        experts = expert_specs(config, specs)
-        notes += tuple(
-            shortened_blocks((*specs, *experts, *(own.then for own in experts if own.then)), group_size)
-        )
+    are_kept = kept_formats(config, precision, scales) is not None
+    notes = checkpoint.notes + (() if are_kept else _block_notes(config, specs, group_size))
     for note in notes:
         logger.warning("%s", note)
     formats = _formats(config, specs)
     integers = tuple(name for name in formats if precision != "fp16" and checkpoint.kind(name) is not None)
     variant = f"{dtype}" if precision == "fp16" else _quantizer(precision, group_size, symmetric, scales)
-    if integers:
-        held = dict.fromkeys(f"{spec.group} {spec.weight}" for spec in specs)
-        variant += f" {STORED_VERSION} {' '.join(held)}"
-    notes += file_notes(checkpoint.folder)
-    if checkpoint.adapter is not None:
-        notes += checkpoint.adapter.notes
-        notes += (f"{checkpoint.adapter.folder} is merged into {len(checkpoint.adapter.factors)} linears.",)
-    hashed_bytes, stored = checkpoint.file_bytes, "w4a16" if precision == "w4a8" else precision
-    work_bytes = sum(checkpoint.size_bytes(name) for name in formats) if precision != "fp16" else 0
-    content = checkpoint.content_hash(_shifted(progress, 0, hashed_bytes + work_bytes))
-    content_key = hashlib.sha256(f"{content} {stored} {variant}".encode()).hexdigest()
+    variant += _stored_variant(specs) if integers else ""
+    notes += (*file_notes(checkpoint.folder), *_adapter_notes(checkpoint))
+    start_bytes, quantized = checkpoint.file_bytes, formats if precision != "fp16" else ()
+    total_bytes = start_bytes + sum(map(checkpoint.size_bytes, quantized))
+    content_key = _content_key(checkpoint, precision, variant, _shifted(progress, 0, total_bytes))
     recipe = Recipe(content_key, formats, _float_names(config, formats), integers)
-    file = None
     if precision == "fp16":
-        linears, floats = _read_tensors(checkpoint, recipe, dtype)
+        file, (linears, floats) = None, _read_tensors(checkpoint, recipe, dtype)
     else:
-        shifted = _shifted(progress, hashed_bytes, hashed_bytes + work_bytes)
         path = (folder or own_folder(WEIGHTS_FOLDER)) / f"{recipe.key[:32]}.safetensors"
+        shifted = _shifted(progress, start_bytes, total_bytes)
         file = cached_tensors(path, checkpoint, recipe, shifted, cancelled)
         linears, floats, errors = _quantized_tensors(file, recipe)
         notes += stored_notes(checkpoint, formats, errors)
@@ -165,12 +152,39 @@ def exported_weights(
     return _model_weights(config, specs, content_key, notes, linears, floats, checkpoint, file, folder)
 
 
+def _block_notes(config: ModelConfig, specs: Sequence[OpSpec], group_size: int) -> tuple[str, ...]:
+    experts = expert_specs(config, specs)
+    every = (*specs, *experts, *(own.then for own in experts if own.then))
+    return tuple(shortened_blocks(every, group_size))
+
+
+def _adapter_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
+    own = checkpoint.adapter
+    if own is None:
+        return ()
+    return (*own.notes, f"{own.folder} is merged into {len(own.factors)} linears.")
+
+
+def _content_key(
+    checkpoint: Checkpoint, precision: Precision, variant: str, progress: ByteProgress | None
+) -> str:
+    """Return the hash of all that determines the values; it reads the checkpoint."""
+    stored = "w4a16" if precision == "w4a8" else precision
+    return hashlib.sha256(f"{checkpoint.content_hash(progress)} {stored} {variant}".encode()).hexdigest()
+
+
 def _quantizer(precision: Precision, group_size: int, symmetric: bool, scales: Scales) -> str:
     """Return what determines quantised values beside the checkpoint, for the key of the cache."""
     kind = "" if scales == "free" else f" {scales} {STEPPED_VERSION}"
     if precision == "w8a8":
         kind = f" tensor {TENSOR_VERSION}"
     return f"{group_size} {symmetric} {QUANTIZER_VERSION}{kind}"
+
+
+def _stored_variant(specs: Sequence[OpSpec]) -> str:
+    """Return the same of integers that the checkpoint stores."""
+    held = dict.fromkeys(f"{spec.group} {spec.weight}" for spec in specs)
+    return f" {STORED_VERSION} {' '.join(held)}"
 
 
 def read_floats(config: ModelConfig, precision: Precision) -> tuple[str, ...]:
