@@ -366,12 +366,7 @@ class OpSpec:
             return own
         return own + self.then.weight.weight_bytes(self.then.rows, member_rows[0])
 
-    def graph_bytes(
-        self,
-        member_rows: tuple[int, ...],
-        lengths: Collection[int],
-        memory: GraphMemory,
-    ) -> int:
+    def graph_bytes(self, member_rows: tuple[int, ...], lengths: Collection[int], memory: GraphMemory) -> int:
         """Return the bytes that the NPU graphs of some rows of each member take.
 
         Args:

@@ -182,6 +182,13 @@ def session_cache(tmp_path_factory):
     assert not {name for name in names if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}(?<!\.)", name)}
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache."""
+    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_defaults(tmp_path_factory):
     """No test reads the developer's file of defaults."""

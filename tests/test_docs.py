@@ -29,7 +29,7 @@ import yaml
 
 from heterollm.base import CalibrationError, OptionError, PlanError, ProfileError, TraceError
 from heterollm.calibration import Calibration
-from heterollm.calibration.records import FfnCalibration, LinearCalibration, RangeErrors
+from heterollm.calibration.range_records import FfnCalibration, LinearCalibration, RangeErrors
 from heterollm.cli import main
 from heterollm.cli.command_line import app
 from heterollm.kernels.sim.soc.parameters import parse_soc

@@ -19,6 +19,7 @@ FLOORS = (
     ("heterollm.simulate",),
     ("heterollm",),
     ("heterollm.llm", "heterollm.exporting"),
+    ("heterollm.loaded", "heterollm.drafting", "heterollm.export_files"),
     ("heterollm.loading",),
     ("heterollm.exported",),
     ("heterollm.planning",),

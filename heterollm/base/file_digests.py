@@ -15,10 +15,7 @@ PIECE_BYTES: Final = 16 * 1024 * 1024
 
 
 def file_digests(
-    paths: Sequence[Path],
-    progress: Callable[[int, int], None] | None = None,
-    *,
-    error: type[HeteroLLMError],
+    paths: Sequence[Path], progress: Callable[[int, int], None] | None = None, *, error: type[HeteroLLMError]
 ) -> dict[Path, str]:
     """Return the SHA-256 of files, as hexadecimal digits.
 

@@ -159,12 +159,7 @@ def run_demo(
     checkpoint = Checkpoint(bundled_model())
     parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names)
     load = partial(
-        LLM.load,
-        bundled_model(),
-        device=device,
-        sync=cast("Sync", sync),
-        context=CONTEXT,
-        progress=report,
+        LLM.load, bundled_model(), device=device, sync=cast("Sync", sync), context=CONTEXT, progress=report
     )
     with load(plan="gpu") as model:
         opened = model.device

@@ -60,11 +60,7 @@ def passes_of(case: Case, chunk: int) -> list[tuple[int, int, bool]]:
     """Return the passes of a test: tokens, position of the first, and whether the pass computes logits."""
     firsts = range(0, case.n_prompt, chunk)
     found = [
-        (
-            min(chunk, case.n_prompt - first),
-            case.n_depth + first,
-            first + chunk >= case.n_prompt,
-        )
+        (min(chunk, case.n_prompt - first), case.n_depth + first, first + chunk >= case.n_prompt)
         for first in firsts
     ]
     begin = case.n_depth + case.n_prompt

@@ -11,7 +11,7 @@ from msgspec import structs
 from heterollm.calibration.float_weights import as_floats
 from heterollm.calibration.int8_check import int8_checked
 from heterollm.calibration.observer import Floats
-from heterollm.calibration.records import (
+from heterollm.calibration.range_records import (
     FfnCalibration,
     LinearCalibration,
     RangeErrors,

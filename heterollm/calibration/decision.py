@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from heterollm.base import OptionError
 from heterollm.calibration.int8_records import Activations, Decision, LossAtShare
-from heterollm.calibration.records import LinearCalibration
+from heterollm.calibration.range_records import LinearCalibration
 
 Loss = Callable[[Sequence[LinearCalibration]], NDArray[np.float64]]
 """Returns the negative log-likelihood of each token of calibration text with the decided activations."""

@@ -11,7 +11,7 @@ from heterollm.base import Progress
 from heterollm.calibration.float_weights import FloatWeights
 from heterollm.calibration.int8_check import int8_output
 from heterollm.calibration.observer import ActivationObserver, Floats, Reader
-from heterollm.calibration.records import LinearCalibration
+from heterollm.calibration.range_records import LinearCalibration
 from heterollm.engine import Engine
 from heterollm.kernels.ops import Group, OpSpec
 from heterollm.text import surprises

@@ -18,12 +18,7 @@ from numpy.typing import NDArray
 from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.calibration.int8_check import Int8Statistics
 from heterollm.calibration.int8_records import ChannelOutliers
-from heterollm.calibration.records import (
-    LOWEST_OCTAVE,
-    OCTAVES,
-    STEPS_PER_OCTAVE,
-    LinearCalibration,
-)
+from heterollm.calibration.range_records import LOWEST_OCTAVE, OCTAVES, STEPS_PER_OCTAVE, LinearCalibration
 from heterollm.calibration.routing import RoutingStatistics
 from heterollm.engine import Call, EngineActivity, Step
 from heterollm.kernels.ops import Group, OpSpec, Phase

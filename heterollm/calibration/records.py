@@ -9,33 +9,25 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from heterollm.base import (
-    Amount,
-    CalibrationError,
-    Count,
-    GraphError,
-    Positive,
-    decode,
-    decode_json,
-    read_file,
-    save_file,
-)
+from heterollm.base import CalibrationError, Count, Positive, decode, decode_json, read_file, save_file
 from heterollm.calibration.head_records import MASSES, HeadCalibration, head_mistakes
-from heterollm.calibration.int8_records import (
-    Activations,
-    ChannelOutliers,
-    Decision,
-    Int8Calibration,
-    int8_mistakes,
+from heterollm.calibration.int8_records import Activations, Decision, int8_mistakes
+from heterollm.calibration.range_records import (
+    OCTAVES,
+    STEPS_PER_OCTAVE,
+    FfnCalibration,
+    LinearCalibration,
+    StreamCalibration,
+    is_range,
+    passed,
 )
 from heterollm.calibration.routing import RoutingCalibration, routing_mistakes
-from heterollm.kernels.formats import LINEAR_NMSE, SINGLE_FACTOR, largest_code
-from heterollm.kernels.npu import FfnRanges, FusedRanges, LinearRanges, StaticRanges
+from heterollm.kernels.npu import StaticRanges
 from heterollm.kernels.ops import Group, Precision
 from heterollm.solver import HeadNeeds
 
@@ -55,146 +47,6 @@ MEMBERS: Final[Mapping[Group, tuple[int, ...]]] = {
 }
 """Numbers of members that a group can have; qkv has one without keys, and four with a gate."""
 LARGEST_FILE_BYTES: Final = 1 << 28
-
-STEPS_PER_OCTAVE: Final = 8
-LOWEST_OCTAVE: Final = -24
-OCTAVES: Final = 48
-
-
-class RangeErrors(Struct, frozen=True, forbid_unknown_fields=True):
-    """NMSE of a linear or ffn with 16-bit activations on its ranges, in exact arithmetic.
-
-    Args:
-        nmse: Of the whole output.
-        worst_row: Of the worst output row.
-        worst_token: Of the worst token.
-    """
-
-    nmse: Amount
-    worst_row: Amount
-    worst_token: Amount
-
-    @property
-    def passed(self) -> bool:
-        """Whether the errors are within the gate of one linear: 60 dB, 50 dB for a single row or token."""
-        gate = LINEAR_NMSE["fp16"]
-        single = SINGLE_FACTOR * gate
-        return self.nmse <= gate and self.worst_row <= single and self.worst_token <= single
-
-
-class LinearCalibration(Struct, frozen=True, forbid_unknown_fields=True):
-    """Magnitudes at a group of linears.
-
-    Args:
-        layer: Decoder layer.
-        group: The group.
-        inputs: Largest magnitude of the input.
-        outputs: Largest magnitude of each member's output, before biases.
-        relative_outputs: The same of each output over the largest magnitude of its token's input.
-        histogram: Numbers of input values by magnitude, in steps of an eighth of an octave from 2⁻²⁴ on.
-        threshold: Magnitude above which an input is an outlier: eight times the root mean square of the first
-            window.
-        outliers: Channels with outliers, by channel.
-        errors: The check of the ranges; None as long as there was none.
-        static: Whether the check is of one grid for all tokens, on which alone it passed, and not of inputs
-            that are divided by the largest magnitude of their token.
-        int8: Magnitudes and errors of 8-bit activations, at precision ``w8a8``.
-    """
-
-    layer: Count
-    group: Group
-    inputs: Amount
-    outputs: tuple[Amount, ...]
-    relative_outputs: tuple[Amount, ...]
-    histogram: tuple[Count, ...]
-    threshold: Amount
-    outliers: tuple[ChannelOutliers, ...]
-    errors: RangeErrors | None = None
-    static: bool = False
-    int8: Int8Calibration | None = None
-
-    @property
-    def token_ranges(self) -> LinearRanges:
-        """Ranges with a scale for each token."""
-        return LinearRanges(max(self.relative_outputs))
-
-    @property
-    def static_ranges(self) -> LinearRanges:
-        """Ranges of one grid for all tokens."""
-        return LinearRanges(max(self.outputs), self.inputs)
-
-    @property
-    def importance(self) -> float:
-        """The largest input over the quantisation step of the shadow's threshold, as llm.npu ranks layers.
-
-        It is 0 without 8-bit activations.
-        """
-        if self.int8 is None or not self.int8.shadow.threshold:
-            return 0.0
-        return self.inputs * largest_code(8) / self.int8.shadow.threshold
-
-
-Linears: TypeAlias = Mapping[tuple[int, Group], LinearCalibration]
-"""Magnitudes by layer and group."""
-
-
-class FfnCalibration(Struct, frozen=True, forbid_unknown_fields=True):
-    """Magnitudes inside the feed-forward network of a layer with SiLU and without biases.
-
-    Args:
-        layer: Decoder layer.
-        activated: Largest magnitude of the activated gate.
-        partial: Largest magnitude of the output's sums over leading channels of the width, which is the range
-            of a shard; 0 if it was not measured.
-        errors: The check of the ranges; None as long as there was none.
-        split_errors: The worst check of shards of a quarter, a half and three quarters of the width, to
-            which the exact rest is added.
-    """
-
-    layer: Count
-    activated: Amount
-    partial: Amount = 0.0
-    errors: RangeErrors | None = None
-    split_errors: RangeErrors | None = None
-
-    def ranges(self, linears: Linears) -> FfnRanges:
-        """Return all ranges, those of shards among them, with the layer's linears."""
-        first, last = linears[self.layer, "gate_up"], linears[self.layer, "down"]
-        gate, up = first.outputs
-        partial = self.partial if _is_range(self.partial) else None
-        outer = last.inputs, max(last.outputs), partial
-        return FfnRanges(first.inputs, gate, up, self.activated, *outer)
-
-
-class StreamCalibration(Struct, frozen=True, forbid_unknown_fields=True):
-    """Magnitudes of the residual stream of a layer whose groups can be fused.
-
-    Args:
-        layer: Decoder layer.
-        stream: Largest magnitude before attention and behind it.
-        sums: Largest magnitude of the sum with the output of ``o``.
-        norm_errors: The check of the norm with ``qkv``; None as long as there was none.
-        errors: That of ``o``, the sum, the norm and the whole network.
-        split_errors: The worst check of shards, as of :class:`FfnCalibration`.
-    """
-
-    layer: Count
-    stream: Amount
-    sums: Amount
-    norm_errors: RangeErrors | None = None
-    errors: RangeErrors | None = None
-    split_errors: RangeErrors | None = None
-
-    def norm_ranges(self, linears: Linears) -> LinearRanges:
-        """Return the ranges of the norm with ``qkv``."""
-        qkv = linears[self.layer, "qkv"]
-        return LinearRanges(max(qkv.outputs), self.stream, normed=qkv.inputs)
-
-    def fused_ranges(self, linears: Linears, ffn: FfnCalibration) -> FfnRanges:
-        """Return those of ``o`` with the network, shards among them."""
-        o = linears[self.layer, "o"]
-        fused = FusedRanges(o.inputs, self.stream, max(o.outputs), self.sums)
-        return replace(ffn.ranges(linears), fused=fused)
 
 
 class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
@@ -253,14 +105,14 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def failed(self) -> tuple[str, ...]:
         """Names of the operators whose ranges missed the gate; they keep float activations."""
-        linears = [f"{one.layer}.{one.group}" for one in self.linears if not _passed(one.errors)]
+        linears = [f"{one.layer}.{one.group}" for one in self.linears if not passed(one.errors)]
         fused = (
             f"{one.layer}.{group}"
             for one in self.streams
             for group, errors in (("norm_qkv", one.norm_errors), ("o_ffn", one.errors))
-            if not _passed(errors)
+            if not passed(errors)
         )
-        return (*linears, *(f"{one.layer}.ffn" for one in self.ffns if not _passed(one.errors)), *fused)
+        return (*linears, *(f"{one.layer}.ffn" for one in self.ffns if not passed(one.errors)), *fused)
 
     def ranges(self) -> dict[tuple[int, Group], StaticRanges]:
         """Return the ranges of the operators that passed the check, by layer and group.
@@ -270,19 +122,19 @@ class Calibration(Struct, frozen=True, forbid_unknown_fields=True):
         found: dict[tuple[int, Group], StaticRanges] = {}
         linears = {(one.layer, one.group): one for one in self.linears}
         for one in self.linears:
-            if _passed(one.errors):
+            if passed(one.errors):
                 found[one.layer, one.group] = one.static_ranges if one.static else one.token_ranges
         for ffn in self.ffns:
-            if _passed(ffn.errors):
+            if passed(ffn.errors):
                 own = ffn.ranges(linears)
-                found[ffn.layer, "ffn"] = own if _passed(ffn.split_errors) else replace(own, partial=None)
+                found[ffn.layer, "ffn"] = own if passed(ffn.split_errors) else replace(own, partial=None)
         ffns = {one.layer: one for one in self.ffns}
         for stream in self.streams:
-            if _passed(stream.norm_errors):
+            if passed(stream.norm_errors):
                 found[stream.layer, "norm_qkv"] = stream.norm_ranges(linears)
-            if _passed(stream.errors) and stream.layer in ffns:
+            if passed(stream.errors) and stream.layer in ffns:
                 own = stream.fused_ranges(linears, ffns[stream.layer])
-                partial = own.partial if _passed(stream.split_errors) else None
+                partial = own.partial if passed(stream.split_errors) else None
                 found[stream.layer, "o_ffn"] = replace(own, partial=partial)
         return found
 
@@ -400,7 +252,7 @@ def _mistakes(found: Calibration) -> Iterator[str]:
         if len(one.histogram) != OCTAVES * STEPS_PER_OCTAVE:
             yield f"{where}.histogram: {len(one.histogram)} counts, not {OCTAVES * STEPS_PER_OCTAVE}"
         largest = (one.inputs, max(one.outputs, default=0.0), max(one.relative_outputs, default=0.0))
-        if _passed(one.errors) and not all(map(_is_range, largest)):
+        if passed(one.errors) and not all(map(is_range, largest)):
             yield f"{where}.inputs, outputs: no ranges, although the check of their ranges passed"
         if one.int8 is not None:
             yield from int8_mistakes(f"{where}.int8", one.int8, one.inputs, members)
@@ -411,7 +263,7 @@ def _mistakes(found: Calibration) -> Iterator[str]:
         if lacking := [group for group in needed if (own.layer, group) not in seen]:
             yield f"streams[{place}].layer: linears lack {lacking[0]} of layer {own.layer}"
         checks = own.norm_errors, own.errors, own.split_errors
-        if any(map(_passed, checks)) and not (_is_range(own.stream) and _is_range(own.sums)):
+        if any(map(passed, checks)) and not (is_range(own.stream) and is_range(own.sums)):
             yield f"streams[{place}]: no ranges, although the check of their ranges passed"
     yield from head_mistakes(found.heads)
     yield from routing_mistakes(found.routing, found.windows)
@@ -427,16 +279,5 @@ def _mistakes(found: Calibration) -> Iterator[str]:
             ("activated", ffn.activated, ffn.errors),
             ("partial", ffn.partial, ffn.split_errors),
         ):
-            if _passed(errors) and not _is_range(value):
+            if passed(errors) and not is_range(value):
                 yield f"{where}.{name}: {value} is no range, although the check of its range passed"
-
-
-def _is_range(magnitude: float) -> bool:
-    try:
-        return bool(LinearRanges(magnitude))
-    except GraphError:
-        return False
-
-
-def _passed(errors: RangeErrors | None) -> bool:
-    return errors is not None and errors.passed

@@ -27,12 +27,8 @@ from heterollm.calibration.head_importance import measure_importance
 from heterollm.calibration.head_statistics import HeadStatistics
 from heterollm.calibration.loss import LossMeter
 from heterollm.calibration.observer import ActivationObserver, Floats, LinearStatistics
-from heterollm.calibration.records import (
-    Calibration,
-    FfnCalibration,
-    StreamCalibration,
-    load_calibration,
-)
+from heterollm.calibration.range_records import FfnCalibration, StreamCalibration
+from heterollm.calibration.records import Calibration, load_calibration
 from heterollm.calibration.routing import RoutingStatistics
 from heterollm.data import bundled_model
 from heterollm.engine import Engine, EngineThread, start_engine

@@ -20,11 +20,7 @@ from .precision import check_precision as check_precision
 from .prefix_file import Prefix as Prefix
 from .prefix_file import open_prefix as open_prefix
 from .runner import Engine as Engine
-from .scheduler import TIERS as TIERS
-from .scheduler import USUAL_GAPS as USUAL_GAPS
-from .scheduler import PromptTask as PromptTask
 from .scheduler import Scheduler as Scheduler
-from .scheduler import ServiceTier as ServiceTier
 from .session import Session as Session
 from .session import check_ids as check_ids
 from .shadow.cold import ColdProduct as ColdProduct
@@ -49,4 +45,8 @@ from .stream import Stream as Stream
 from .sync import SYNC_OPTIONS as SYNC_OPTIONS
 from .sync import Sync as Sync
 from .sync import default_sync as default_sync
+from .tasks import TIERS as TIERS
+from .tasks import PromptTask as PromptTask
+from .tasks import ServiceTier as ServiceTier
 from .thread import EngineThread as EngineThread
+from .turn_times import USUAL_GAPS as USUAL_GAPS

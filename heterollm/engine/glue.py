@@ -91,11 +91,7 @@ class GlueEmitter:
         self._append(builder, self.prepared_norm(builder, layer, norm, delta, codes))
 
     def copy_stream(
-        self,
-        builder: PassBuilder,
-        layer: int,
-        delta: Delta | None,
-        codes: RoundedInputs | NpuCodes | None,
+        self, builder: PassBuilder, layer: int, delta: Delta | None, codes: RoundedInputs | NpuCodes | None
     ) -> None:
         """Append the copy of the residual stream that fused operators read; arguments as of :meth:`norm`."""
         step = self.prepared_norm(builder, layer, None, delta, codes, target=STREAM_INPUT)

@@ -45,13 +45,7 @@ class KeptPasses:
         prepared_s: Time that compiling passes has taken.
     """
 
-    def __init__(
-        self,
-        compiler: Compiler,
-        plan: Plan,
-        context: int,
-        observer: Observer | None,
-    ) -> None:
+    def __init__(self, compiler: Compiler, plan: Plan, context: int, observer: Observer | None) -> None:
         self.compiled: OrderedDict[PassKey, CompiledPass] = OrderedDict()
         self.prepared_s = 0.0
         self._heads: dict[HeadKey, CompiledPass] = {}

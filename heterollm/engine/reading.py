@@ -39,11 +39,7 @@ class PromptReading:
     __slots__ = ("_begin_s", "_cancel", "_finish", "_next", "_progress", "_tokens")
 
     def __init__(
-        self,
-        tokens: int,
-        cancel: threading.Event,
-        progress: Progress | None,
-        finish: Callable[[], None],
+        self, tokens: int, cancel: threading.Event, progress: Progress | None, finish: Callable[[], None]
     ) -> None:
         self._tokens = tokens
         self._cancel = cancel

@@ -4,120 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.base import EngineError, InputError
 from heterollm.engine.beside import Beside, PassBeside
-from heterollm.engine.pass_times import NEWEST, PassTimes
+from heterollm.engine.pass_times import PassTimes
 from heterollm.engine.reading import QueuePace
 from heterollm.engine.row_limits import RowLimits
 from heterollm.engine.session import Session
 from heterollm.engine.shared_guesses import choose_guesses
+from heterollm.engine.tasks import TIERS, PromptTask, Row, ServiceTier, divided, is_ready
 from heterollm.engine.thread import EngineThread
+from heterollm.engine.turn_times import USUAL_GAPS, TurnTimes
 from heterollm.kernels.gpu import GpuRuntime
-from heterollm.text import GenerationStep, TokenSequence
 
 T = TypeVar("T")
 
-ServiceTier: TypeAlias = Literal["priority", "default", "flex"]
-TIERS: Final[tuple[ServiceTier, ...]] = get_args(ServiceTier)
-"""From the most to the least urgent, named as OpenAI's service tiers."""
-
-TURN_S: Final = 0.05
-"""Time that a prompt may take before another prompt of its tier has a turn."""
 
 SHORT_TOKENS: Final = 64
 """Tokens of a prompt that no other prompt of its tier interrupts: it ends soon."""
-
-USUAL_GAPS: Final = 4.0
-"""Usual times between two tokens for which prompts of its tier may keep an answer waiting by default."""
-
-LEAST_PROMPT_S: Final = 0.01
-"""Time that prompts have between two passes at least: a pause copies what later layers read."""
-
-
-@dataclass(eq=False)
-class PromptTask(ABC):
-    """A prompt and its answers; the engine thread calls the methods.
-
-    Args:
-        tier: Its urgency.
-        answers: The answers, all to the same prompt.
-        reproducible: Whether they must not depend on other tasks.
-        cancelled: Set by any thread to end the task at its next turn.
-        sessions: Those of the answers, of the first one alone until the prompt is read.
-        prompt: The work on the prompt, until it is read.
-        read_fraction: Part of it whose kernels are enqueued.
-        running: Numbers of the answers behind the prompt that have not ended.
-    """
-
-    tier: ServiceTier
-    answers: Sequence[TokenSequence]
-    reproducible: bool
-    cancelled: bool = field(default=False, init=False)
-    sessions: list[Session] = field(default_factory=list, init=False)
-    prompt: Iterator[None] | None = field(default=None, init=False)
-    read_fraction: float = field(default=0.0, init=False)
-    running: list[int] = field(default_factory=list, init=False)
-
-    @property
-    @abstractmethod
-    def is_slow(self) -> bool:
-        """Whether the reader is so slow that the task has to wait."""
-
-    @abstractmethod
-    def take_session(self) -> Session:
-        """Return a session that holds a beginning of the prompt, and nothing else."""
-
-    @abstractmethod
-    def copy_session(self) -> Session:
-        """Return a copy of it, which holds the whole prompt now."""
-
-    @abstractmethod
-    def read(self, seconds: float, /) -> None:
-        """Count the time of a turn of the prompt, which may have ended."""
-
-    @abstractmethod
-    def put(self, number: int, steps: Sequence[GenerationStep], seconds: float, /) -> None:
-        """Take new tokens of an answer, which may have ended, and the time of their pass."""
-
-    @abstractmethod
-    def fail(self, error: Exception, /) -> None:
-        """Take the error that ends the task; any thread may call it."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give the sessions back: the task has ended, its answers too."""
-
-
-class Row(NamedTuple):
-    """An answer whose next token a pass computes, as its number in a task."""
-
-    task: PromptTask
-    number: int
-
-    @property
-    def answer(self) -> TokenSequence:
-        """The answer."""
-        return self.task.answers[self.number]
-
-    @property
-    def session(self) -> Session:
-        """Its session."""
-        return self.task.sessions[self.number]
-
-    @property
-    def runs(self) -> bool:
-        """Whether neither the answer nor its task has ended."""
-        return self.number in self.task.running
 
 
 class Scheduler:
@@ -148,7 +59,6 @@ class Scheduler:
     ) -> None:
         self._thread = thread
         self._clock = clock
-        self._gaps = gaps
         self.shares_exactly = limits.exact > 1
         """Whether reproducible answers share passes."""
         self._takes_guesses = limits.takes_guesses
@@ -156,8 +66,7 @@ class Scheduler:
         self._most_rows = limits.exact if self.shares_exactly else limits.most
         self._added: queue.SimpleQueue[PromptTask] = queue.SimpleQueue()
         self._tasks: dict[ServiceTier, deque[PromptTask]] = {tier: deque() for tier in TIERS}
-        self._turn_ends_s = self._due_s = 0.0
-        self._gap_s = 0.0
+        self._turns = TurnTimes(clock, gaps)
         self._beside = Beside(gpu, self) if beside and gpu is not None else None
         self._pace = None if gpu is None else QueuePace(gpu, clock)
         self._reading: PromptTask | None = None
@@ -205,7 +114,7 @@ class Scheduler:
     def step(self) -> bool:
         """Run a turn of the most urgent tier; return whether one of its tasks was ready."""
         for tasks in self._tasks.values():
-            ready = [task for task in tasks if _is_ready(task)]
+            ready = [task for task in tasks if is_ready(task)]
             if not ready:
                 continue
             cancelled = [task for task in ready if task.cancelled]
@@ -214,7 +123,7 @@ class Scheduler:
             if cancelled:
                 for task in cancelled:
                     self._end(task)
-            elif writing and not (reading and self._clock() < self._due_s):
+            elif writing and (not reading or self.is_due):
                 self._write(writing)
             else:
                 tasks.remove(reading[0])
@@ -250,7 +159,7 @@ class Scheduler:
 
     def _read(self, task: PromptTask) -> None:
         """Go on with a prompt; behind its end begin the answers."""
-        self._turn_ends_s = self._clock() + TURN_S
+        self._turns.begin()
         with self._ending([task]):
             if not task.sessions:
                 session = self._engine(task.take_session)
@@ -282,21 +191,16 @@ class Scheduler:
         for task in tasks:
             if task.running:
                 self._end_if_done(task)
-        took_s = self._clock() - begin_s - (session.prepared_s - prepared_s)
-        self._gap_s += (took_s - self._gap_s) * (NEWEST if self._gap_s else 1.0)
-        self._wait()
+        self._turns.learn(self._clock() - begin_s - (session.prepared_s - prepared_s))
+        self._turns.wait()
 
     def _passes(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
         """Yield the rows of the passes in which each of these answers gets a token."""
         alone = [row for row in rows if self._runs_alone(row)]
         shared = [row for row in rows if row not in alone]
         yield from ([row] for row in alone)
-        for some in _divided(shared, self._most_rows):
+        for some in divided(shared, self._most_rows):
             yield from [some] if self._times.pays(len(some)) else [[row] for row in some]
-
-    def _wait(self) -> None:
-        """Let prompts run until the answers, each of which has a new token, are due."""
-        self._due_s = self._clock() + max(LEAST_PROMPT_S, (self._gaps - 1) * self._gap_s)
 
     def _runs_alone(self, row: Row) -> bool:
         if row.answer.guesses and not self._takes_guesses:
@@ -347,7 +251,7 @@ class Scheduler:
         for row, own in zip(rows, logits, strict=True):
             with self._ending([row.task]):
                 if row.runs:
-                    self._accept(row.task, row.number, own, self._clock() - each_s)
+                    self._accept(row, own, self._clock() - each_s)
 
     # -- passes beside a prompt ----------------------------------------------------------------------
 
@@ -365,8 +269,8 @@ class Scheduler:
         self._beside.attends = took_s is not None and is_usual
         if not rows or took_s is None or not self._beside.attends:
             return None
-        prompts_wait = any(not task.running and _is_ready(task) for task in others)
-        pays = took_s <= left_s and not (prompts_wait and self._clock() >= self._turn_ends_s)
+        prompts_wait = any(not task.running and is_ready(task) for task in others)
+        pays = took_s <= left_s and not (prompts_wait and self._turns.has_ended)
         if not (pays or self.is_due):
             return None
         with self._ending([row.task for row in rows]):
@@ -387,7 +291,7 @@ class Scheduler:
                 if rows := [row for row in self._round[0] if row.runs]:
                     return rows
                 self._round.popleft()
-            ready = [Row(task, number) for task in tasks if _is_ready(task) for number in task.running]
+            ready = [Row(task, number) for task in tasks if is_ready(task) for number in task.running]
             if not ready:
                 return ready
             self._round.extend(self._passes(ready))
@@ -395,7 +299,7 @@ class Scheduler:
     @property
     def is_due(self) -> bool:
         """Whether answers have waited so long that their pass takes no account of the prompt."""
-        return self._clock() >= self._due_s
+        return self._turns.is_due()
 
     def accept_beside(self, logits: NDArray[np.float32]) -> None:
         """Take the logits of the pass."""
@@ -416,7 +320,7 @@ class Scheduler:
         """Return the rows of the pass, behind which the next one may begin."""
         self._round.popleft()
         if not self._round:
-            self._wait()
+            self._turns.wait()
         return list(self._enqueued)
 
     def _end_if_done(self, task: PromptTask) -> None:
@@ -434,21 +338,19 @@ class Scheduler:
             if number:
                 answer.begin(task.sessions[number])
             task.running.append(number)
-            self._accept(task, number, logits, begin_s)
+            self._accept(Row(task, number), logits, begin_s)
 
-    def _accept(self, task: PromptTask, number: int, logits: NDArray[np.float32], begin_s: float) -> None:
-        sequence, session = task.answers[number], task.sessions[number]
+    def _accept(self, row: Row, logits: NDArray[np.float32], begin_s: float) -> None:
         try:
-            steps = sequence.accept(logits) if sequence.result is None else ()
+            steps = row.answer.accept(logits) if row.answer.result is None else ()
         except Exception as error:
             if not np.isfinite(logits.max()):
                 self.failure = error
             raise
         finally:
-            if session.position > sequence.held:
-                session.truncate(sequence.held)
+            row.forget_guesses()
         self.failure = None
-        task.put(number, steps, self._clock() - begin_s)
+        row.task.put(row.number, steps, self._clock() - begin_s)
 
     def _engine(self, call: Callable[..., T], *arguments: object) -> T:
         """Run a part of the engine's work, and note its error."""
@@ -467,30 +369,23 @@ class Scheduler:
             return True
         self._take_added()
         for tier in TIERS[: TIERS.index(task.tier)]:
-            if any(map(_is_ready, self._tasks[tier])):
+            if any(map(is_ready, self._tasks[tier])):
                 return True
         beside, others = self._beside, [other for other in self._tasks[task.tier] if other is not task]
         attends = beside is not None and beside.attends
-        if not attends and any(other.running and _is_ready(other) for other in others):
+        if not attends and any(other.running and is_ready(other) for other in others):
             ends_s = self._clock() if self._pace is None else self._pace.keep()
-            if ends_s >= self._due_s:
+            if self._turns.is_due(ends_s):
                 return True
-        now_s = self._clock()
+        turn_ended = self._turns.has_ended
         runs = beside is not None and beside.runs
-        if tokens <= SHORT_TOKENS or now_s < self._turn_ends_s or runs:
+        if tokens <= SHORT_TOKENS or not turn_ended or runs:
             return False
-        return any(not other.running and _is_ready(other) for other in others)
+        return any(not other.running and is_ready(other) for other in others)
 
     def _end(self, task: PromptTask) -> None:
         self._tasks[task.tier].remove(task)
-        task.prompt = None
-        for row in [Row(task, number) for number in task.running]:
-            if row.answer.result is None:
-                row.answer.end("cancelled")
-            if row.session.position > row.answer.held:
-                # Guesses of a pass in which another answer of the task failed.
-                row.session.truncate(row.answer.held)
-        task.running = []
+        task.end_answers()
         try:
             task.close()
         except Exception as error:  # noqa: BLE001 - it must not end the engine thread
@@ -500,14 +395,3 @@ class Scheduler:
         for tasks in self._tasks.values():
             for task in tuple(tasks):
                 self._end(task)
-
-
-def _is_ready(task: PromptTask) -> bool:
-    return task.cancelled or not task.is_slow
-
-
-def _divided(rows: Sequence[Row], most: int) -> Iterator[Sequence[Row]]:
-    """Yield the rows of passes that are alike long, and have at most so many rows."""
-    passes = -(-len(rows) // most)
-    for number in range(passes):
-        yield rows[len(rows) * number // passes : len(rows) * (number + 1) // passes]

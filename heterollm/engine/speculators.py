@@ -11,13 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterollm.engine.session import Session
-from heterollm.text import (
-    MOST_GUESSES,
-    GuessPace,
-    Proposer,
-    Sampler,
-    SamplingOptions,
-)
+from heterollm.text import MOST_GUESSES, GuessPace, Proposer, Sampler, SamplingOptions
 
 if TYPE_CHECKING:
     from heterollm.engine.runner import Engine
@@ -78,13 +72,7 @@ class DraftProposer:
         pace: Chooses numbers of guesses.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        vocab_size: int,
-        sampling: SamplingOptions,
-        pace: GuessPace,
-    ) -> None:
+    def __init__(self, session: Session, vocab_size: int, sampling: SamplingOptions, pace: GuessPace) -> None:
         seed = None if sampling.seed is None else (sampling.seed, RANDOM_STREAM)
         self._session = session
         self._vocab_size = min(vocab_size, session.vocab_size)

@@ -24,15 +24,7 @@ from heterollm.engine.npu_shards import (
 from heterollm.engine.placed import PlacedOp, codes_of
 from heterollm.engine.saturation import SaturationCount
 from heterollm.engine.slots import NPU_CODES, NPU_FACTORS, NPU_OUTPUT_CODES, NPU_STREAM_CODES
-from heterollm.engine.step import (
-    NOT_RUN,
-    Buffer,
-    Call,
-    LinearWork,
-    Step,
-    operator_name,
-    shard_name,
-)
+from heterollm.engine.step import NOT_RUN, Buffer, Call, LinearWork, Step, operator_name, shard_name
 from heterollm.engine.techniques.registry import NOTHING, Techniques
 from heterollm.engine.techniques.technique import Around
 from heterollm.kernels.device import Device

@@ -175,10 +175,6 @@ class Step:
         """The operator with its layer, such as ``3.qkv``."""
         return operator_name(self.operator, self.layer)
 
-    def touches(self, name: str) -> bool:
-        """Whether the step reads or writes a buffer."""
-        return any(buffer.name == name for buffer in (*self.reads, *self.writes))
-
 
 NOT_RUN: Final[Call] = _not_run
 """The call of a step in a merged launch, or of one whose graph was not built."""

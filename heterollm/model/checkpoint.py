@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,6 @@ from heterollm.model.checkpoint_folder import checkpoint_folder, no_checkpoint
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import experts_apart
 from heterollm.model.families import FAMILIES
-from heterollm.model.family import Mixture
 from heterollm.model.json_fields import read_json_object
 from heterollm.model.layout import (
     embedding_name,
@@ -30,20 +28,10 @@ from heterollm.model.layout import (
     unread_tensors,
 )
 from heterollm.model.lora import LoraAdapter
-from heterollm.model.stored import (
-    GgufTensors,
-    PackedLinears,
-    PackedTensor,
-    StackedExperts,
-    StoredTensors,
-    TernaryLinears,
-    canonical,
-    open_gguf,
-)
-from heterollm.model.stored_formats import normalized_quantization
+from heterollm.model.stored import GgufTensors, StoredTensors, TernaryLinears, canonical, open_gguf
 from heterollm.model.tensor_file import TensorFile
 from heterollm.model.tensor_names import name_bare_part, name_tied_embedding, packed_weights, text_part
-from heterollm.model.wrappers import family_name, is_wrapped, text_names
+from heterollm.model.wrappers import family_name, is_wrapped
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 """Supported types of weights."""

@@ -28,9 +28,10 @@ from heterollm.model.expert_layout import expert_specs, expert_tensors, router_n
 from heterollm.model.hub import CONFIG_FILES
 from heterollm.model.hub_files import HUB_FILES
 from heterollm.model.json_fields import read_json_object
-from heterollm.model.layout import embedding_name, expected_tensors, head_name, op_specs, other_name
+from heterollm.model.layout import embedding_name, expected_tensors, head_name, other_name
+from heterollm.model.operators import op_specs
 from heterollm.model.tensor_file import layout_tensors, write_header
-from heterollm.model.weights import load_weights
+from heterollm.model.weight_loading import load_weights
 
 BITS: Final = 4
 WORD_CODES: Final = 32 // BITS

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 from heterollm.kernels.ops import Group
 from heterollm.model.family import SEPARATE, LayerNames, Mixture, StageNames, alike, gated_network
 from heterollm.model.json_fields import JsonFields
 
-ATTENTION: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {group: SEPARATE[group] for group in ("qkv", "o")}
-)
-SHARED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {
-        **ATTENTION,
-        "gate_up": dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"),
-        "down": {"down": "shared_mlp.output_linear"},
-    }
-)
+ATTENTION: Final[Mapping[Group, Mapping[str, str]]] = {group: SEPARATE[group] for group in ("qkv", "o")}
+SHARED: Final[Mapping[Group, Mapping[str, str]]] = {
+    **ATTENTION,
+    "gate_up": dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"),
+    "down": {"down": "shared_mlp.output_linear"},
+}
 
-NAMED_EXPERTS: Mapping[str, str] = MappingProxyType(
-    {member: f"mlp.experts.{{expert}}.{member}_proj" for member in ("gate", "up", "down")}
-)
+NAMED_EXPERTS: Final[Mapping[str, str]] = {
+    member: f"mlp.experts.{{expert}}.{member}_proj" for member in ("gate", "up", "down")
+}
 SHARED_EXPERT: Final = gated_network("mlp.shared_expert")
 SHARED_EXPERTS: Final = gated_network("mlp.shared_experts")
-NUMBERED_EXPERTS: Mapping[str, str] = MappingProxyType(
-    {
-        member: f"block_sparse_moe.experts.{{expert}}.{name}"
-        for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-    }
-)
-STACKED_EXPERTS: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("gate", "up"), "block_sparse_moe.input_linear"),
-        "down": "block_sparse_moe.output_linear",
-    }
-)
+NUMBERED_EXPERTS: Final[Mapping[str, str]] = {
+    member: f"block_sparse_moe.experts.{{expert}}.{name}"
+    for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+STACKED_EXPERTS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("gate", "up"), "block_sparse_moe.input_linear"),
+    "down": "block_sparse_moe.output_linear",
+}
 
 SPARSE: Final = alike(("attention",), ("mixture",))
 

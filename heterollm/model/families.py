@@ -48,9 +48,10 @@ from heterollm.model.rope import ROPE_KINDS
 from heterollm.model.state_spaces import STATE_SPACES
 from heterollm.model.ungated import UNGATED
 
-FUSED: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {**FUSED_NETWORK, "qkv": dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj")}
-)
+FUSED: Final[Mapping[Group, Mapping[str, str]]] = {
+    **FUSED_NETWORK,
+    "qkv": dict.fromkeys(("q", "k", "v"), "self_attn.qkv_proj"),
+}
 
 
 def layers_without_rope(fields: JsonFields, layer: int) -> bool:
@@ -71,9 +72,12 @@ def minicpm_multipliers(fields: JsonFields) -> dict[str, object]:
     }
 
 
-QWEN: Mapping[str, object] = MappingProxyType(
-    {"num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
-)
+QWEN: Final[Mapping[str, object]] = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
 WINDOW_FIELDS = frozenset({"use_sliding_window", "layer_types"})
 MINISTRAL_ROPE: Final[dict[str, object]] = {
     "rope_type": "yarn",
@@ -99,7 +103,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="Llama",
             covers="Llama 2 and 3, SmolLM and SmolLM2",
             architecture="LlamaForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             biases=BIASES,
             bos_ids=(1,),
             eos_ids=(2,),
@@ -108,7 +111,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="Qwen2",
             covers="Qwen2 and Qwen2.5",
             architecture="Qwen2ForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             defaults=QWEN,
             follows=WINDOW_FIELDS | {"max_window_layers"},
             biases={"qkv": True},
@@ -128,7 +130,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="Mistral",
             covers="Mistral 7B, Nemo and Small",
             architecture="MistralForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             defaults={"num_key_value_heads": 8, "sliding_window": 4096},
             slides=every_layer,
             bos_ids=(1,),
@@ -152,7 +153,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="Ministral",
             covers="Ministral 8B of 2024",
             architecture="MinistralForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             defaults={"num_key_value_heads": 8, "sliding_window": 4096},
             follows=frozenset({"layer_types"}),
             slides=every_layer,
@@ -165,7 +165,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="StableLM",
             covers="StableLM 3B and StableLM 2 1.6B",
             architecture="StableLmForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
             renamed={"rms_norm_eps": "layer_norm_eps"},
             layers=perhaps_parallel,
@@ -179,7 +178,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="Seed-OSS",
             covers="Seed-OSS",
             architecture="SeedOssForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
             biases={**BIASES, "o": "attention_out_bias"},
             bos_ids=(0,),
@@ -189,7 +187,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="CWM",
             covers="Code World Model",
             architecture="CwmForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             defaults={
                 "num_key_value_heads": 8,
                 "head_dim": 128,
@@ -206,7 +203,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="ERNIE 4.5",
             covers="ERNIE 4.5 0.3B",
             architecture="Ernie4_5ForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             defaults={
                 "num_key_value_heads": 2,
                 "head_dim": 128,
@@ -225,7 +221,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="PhoneLM",
             covers="PhoneLM 0.5B and 1.5B",
             architecture="PhoneLMForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             defaults={"hidden_act": "relu"},
             biases=BIASES,
             published_code=("modeling_phonelm.PhoneLMForCausalLM",),
@@ -236,7 +231,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="MiniCPM",
             covers="MiniCPM 1, 2 and 4 without sparse attention",
             architecture="MiniCPMForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             defaults={"tie_word_embeddings": True, "dim_model_base": 1, "scale_depth": 1.0},
             renamed={"embedding_multiplier": "scale_emb"},
             derived=minicpm_multipliers,
@@ -270,7 +264,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="SmolLM3",
             covers="SmolLM3",
             architecture="SmolLM3ForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             defaults={
                 "num_key_value_heads": 4,
                 "rope_theta": 2_000_000.0,
@@ -289,7 +282,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             name="Ministral 3",
             covers="Ministral 3 and Devstral 2",
             architecture="Ministral3ForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
             defaults={
                 "num_key_value_heads": 8,
                 "head_dim": 128,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 from heterollm.kernels.ops import Group, Scoring
@@ -201,6 +200,24 @@ SECTION_COUNTS: Final = "that of the section counts, else max_position_embedding
 DENSE: Final = alike(("attention",), ("ffn",))
 
 
+def gated_network(module: str) -> Mapping[Group, Mapping[str, str]]:
+    """Return the names of a network with a gate, a tensor for each linear."""
+    rows = {member: f"{module}.{member}_proj" for member in ("gate", "up")}
+    return {"gate_up": rows, "down": {"down": f"{module}.down_proj"}}
+
+
+SEPARATE: Final[Mapping[Group, Mapping[str, str]]] = {
+    "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
+    "o": {"o": "self_attn.o_proj"},
+    **gated_network("mlp"),
+}
+NORMS: Final[Mapping[Norm, str]] = {
+    "attention": "input_layernorm",
+    "feed_forward": "post_attention_layernorm",
+}
+LLAMA_NAMES: Final = TensorNames(SEPARATE, NORMS)
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """The properties of a model type.
@@ -209,7 +226,8 @@ class Family:
         name: Display name.
         covers: Well-known models of the family.
         architecture: The class in transformers.
-        tensors: Tensor names; attention has norms of heads, and outputs have norms, if they list them.
+        tensors: Tensor names, by default Llama's; attention has norms of heads, and outputs have norms, if
+            they list them.
         layers: The blocks of each layer.
         kinds: Kinds of layers in ``layer_types`` beside full and sliding attention.
         defaults: Default values of ``config.json`` that differ from Llama's.
@@ -252,7 +270,7 @@ class Family:
     name: str
     covers: str
     architecture: str
-    tensors: TensorNames
+    tensors: TensorNames = LLAMA_NAMES
     layers: LayerNames = DENSE
     kinds: tuple[str, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -295,36 +313,17 @@ class Family:
         return TypeFields(self.follows | windows | experts | biases, self.renamed, self.ignores)
 
 
-def gated_network(module: str) -> Mapping[Group, Mapping[str, str]]:
-    """Return the names of a network with a gate, a tensor for each linear."""
-    rows = {member: f"{module}.{member}_proj" for member in ("gate", "up")}
-    return {"gate_up": rows, "down": {"down": f"{module}.down_proj"}}
-
-
-SEPARATE: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {
-        "qkv": {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"},
-        "o": {"o": "self_attn.o_proj"},
-        **gated_network("mlp"),
-    }
-)
-FUSED_NETWORK: Mapping[Group, Mapping[str, str]] = MappingProxyType(
-    {**SEPARATE, "gate_up": dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")}
-)
+FUSED_NETWORK: Final[Mapping[Group, Mapping[str, str]]] = {
+    **SEPARATE,
+    "gate_up": dict.fromkeys(("gate", "up"), "mlp.gate_up_proj"),
+}
 ATTENTION_BIASES: Final[Mapping[BiasedPart, str]] = {"qkv": "attention_bias", "o": "attention_bias"}
 BIASES: Final[Mapping[BiasedPart, str]] = {**ATTENTION_BIASES, "ffn": "mlp_bias"}
-NORMS: Mapping[Norm, str] = MappingProxyType(
-    {"attention": "input_layernorm", "feed_forward": "post_attention_layernorm"}
-)
-OUTPUT_NORMS: Mapping[Norm, str] = MappingProxyType(
-    {
-        "attention_output": "post_attention_layernorm",
-        "feed_forward_output": "post_feedforward_layernorm",
-    }
-)
-HEAD_NORMS: Mapping[Norm, str] = MappingProxyType(
-    {"query_head": "self_attn.q_norm", "key_head": "self_attn.k_norm"}
-)
+OUTPUT_NORMS: Final[Mapping[Norm, str]] = {
+    "attention_output": "post_attention_layernorm",
+    "feed_forward_output": "post_feedforward_layernorm",
+}
+HEAD_NORMS: Final[Mapping[Norm, str]] = {"query_head": "self_attn.q_norm", "key_head": "self_attn.k_norm"}
 
 
 def no_layer(_fields: JsonFields, _layer: int) -> bool:

@@ -121,12 +121,9 @@ GEMMA3N: Final[Mapping[str, Family]] = {
         slides=every_layer,
         layered_rope=True,
         adapts=_own_sizes,
-        ignores={
-            "original_max_position_embeddings": SECTION_COUNTS,
-            "altup_coef_clip": "training",
-        },
+        ignores={"original_max_position_embeddings": SECTION_COUNTS, "altup_coef_clip": "training"},
         scales_embedding=True,
         bos_ids=(2,),
         eos_ids=(1,),
-    ),
+    )
 }

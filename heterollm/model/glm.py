@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 from heterollm.model.block import ROUTER_BIAS
@@ -19,47 +18,43 @@ from heterollm.model.family import (
     sparse_behind,
 )
 
-GLM: Mapping[str, object] = MappingProxyType(
-    {
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "rms_norm_eps": 1.5625e-07,
-        "partial_rotary_factor": 0.5,
-        "attention_bias": True,
-    }
-)
+GLM: Final[Mapping[str, object]] = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+}
 
-GLMS: Mapping[str, Family] = MappingProxyType(
-    {
-        "glm": Family(
-            name="GLM-4 of 2024",
-            covers="GLM-4 9B of 2024 and GLM-Edge",
-            architecture="GlmForCausalLM",
-            tensors=TensorNames(FUSED_NETWORK, NORMS),
-            defaults=GLM,
-            follows=frozenset({"partial_rotary_factor"}),
-            biases={"qkv": "attention_bias"},
-            interleaved_rope=True,
+GLMS: Final[Mapping[str, Family]] = {
+    "glm": Family(
+        name="GLM-4 of 2024",
+        covers="GLM-4 9B of 2024 and GLM-Edge",
+        architecture="GlmForCausalLM",
+        tensors=TensorNames(FUSED_NETWORK, NORMS),
+        defaults=GLM,
+        follows=frozenset({"partial_rotary_factor"}),
+        biases={"qkv": "attention_bias"},
+        interleaved_rope=True,
+    ),
+    "glm4": Family(
+        name="GLM-4",
+        covers="GLM-4-0414 9B and 32B",
+        architecture="Glm4ForCausalLM",
+        tensors=TensorNames(
+            FUSED_NETWORK,
+            {
+                **NORMS,
+                "attention_output": "post_self_attn_layernorm",
+                "feed_forward_output": "post_mlp_layernorm",
+            },
         ),
-        "glm4": Family(
-            name="GLM-4",
-            covers="GLM-4-0414 9B and 32B",
-            architecture="Glm4ForCausalLM",
-            tensors=TensorNames(
-                FUSED_NETWORK,
-                {
-                    **NORMS,
-                    "attention_output": "post_self_attn_layernorm",
-                    "feed_forward_output": "post_mlp_layernorm",
-                },
-            ),
-            defaults=GLM,
-            follows=frozenset({"partial_rotary_factor"}),
-            biases={"qkv": "attention_bias"},
-            interleaved_rope=True,
-        ),
-    }
-)
+        defaults=GLM,
+        follows=frozenset({"partial_rotary_factor"}),
+        biases={"qkv": "attention_bias"},
+        interleaved_rope=True,
+    ),
+}
 
 GLM4_MOE: Final = Family(
     name="GLM-4.5",

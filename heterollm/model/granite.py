@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from typing import Final
 
 from heterollm.model.attention_blocks import AttentionBlock
 from heterollm.model.block import Block
@@ -28,35 +28,32 @@ def own_base(fields: JsonFields, layer: int, block: Block) -> Block:
     return replace(block, rope=replace(block.rope, base=float(base)) if base else None)
 
 
-GRANITES: Mapping[str, Family] = MappingProxyType(
-    {
-        "granite": Family(
-            name="Granite",
-            covers="Granite 3 and 4 without experts",
-            architecture="GraniteForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS),
-            follows=GRANITE_FIELDS,
-            biases=BIASES,
-            bos_ids=(1,),
-            eos_ids=(2,),
-        ),
-        "granite_swa": Family(
-            name="Granite with windows",
-            covers="Granite with windows and sinks",
-            architecture="GraniteSWAForCausalLM",
-            tensors=TensorNames(SEPARATE, NORMS, others={"sinks": "self_attn.sinks"}),
-            defaults={
-                "num_key_value_heads": 4,
-                "rms_norm_eps": 1e-5,
-                "tie_word_embeddings": True,
-                "sliding_window": 128,
-            },
-            adapts=own_base,
-            follows=GRANITE_FIELDS | {"layer_types", "layer_rope_theta"},
-            biases=BIASES,
-            slides=all_but_every_fourth,
-            bos_ids=(100_257,),
-            eos_ids=(100_257,),
-        ),
-    }
-)
+GRANITES: Final[Mapping[str, Family]] = {
+    "granite": Family(
+        name="Granite",
+        covers="Granite 3 and 4 without experts",
+        architecture="GraniteForCausalLM",
+        follows=GRANITE_FIELDS,
+        biases=BIASES,
+        bos_ids=(1,),
+        eos_ids=(2,),
+    ),
+    "granite_swa": Family(
+        name="Granite with windows",
+        covers="Granite with windows and sinks",
+        architecture="GraniteSWAForCausalLM",
+        tensors=TensorNames(SEPARATE, NORMS, others={"sinks": "self_attn.sinks"}),
+        defaults={
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "sliding_window": 128,
+        },
+        adapts=own_base,
+        follows=GRANITE_FIELDS | {"layer_types", "layer_rope_theta"},
+        biases=BIASES,
+        slides=all_but_every_fourth,
+        bos_ids=(100_257,),
+        eos_ids=(100_257,),
+    ),
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Final
 
 from heterollm.kernels.ops import Group
@@ -45,11 +44,7 @@ def lfm2_sizes(fields: JsonFields) -> dict[str, object]:
         multiple = fields.count("block_multiple_of")
         width = int(fields.positive("block_ffn_dim_multiplier") * int(2 * width / 3))
         width = -(-width // multiple) * multiple
-    return {
-        "layer_types": fields.get("layer_types") or kinds,
-        "intermediate_size": width,
-        **lfm2_tie(fields),
-    }
+    return {"layer_types": fields.get("layer_types") or kinds, "intermediate_size": width, **lfm2_tie(fields)}
 
 
 def lfm3_kinds(fields: JsonFields) -> dict[str, object]:
@@ -228,110 +223,104 @@ LFM3: Final = replace(
     eos_ids=(124_900,),
 )
 
-HYBRIDS: Final[Mapping[str, Family]] = MappingProxyType(
-    {
-        "lfm2": LFM2,
-        "lfm3": LFM3,
-        "lfm2_moe": replace(
-            LFM2,
-            name="LFM2 with experts",
-            covers="LFM2 8B-A1B and 24B-A2B",
-            architecture="Lfm2MoeForCausalLM",
-            tensors=replace(
-                LFM2.tensors, others={**LFM2.tensors.others, "router_bias": "feed_forward.expert_bias"}
-            ),
-            layers=sparse_behind(LFM2.layers, "num_dense_layers"),
-            mixture=Mixture(
-                "feed_forward.gate",
-                {
-                    member: f"feed_forward.experts.{{expert}}.{name}"
-                    for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-                },
-                width_field="moe_intermediate_size",
-                scoring="sigmoid",
-                normalized_field="norm_topk_prob",
-                bias_field="use_expert_bias",
-                scale_field="routed_scaling_factor",
-                count_fields=("num_experts",),
-            ),
-            defaults={
-                **LFM2.defaults,
-                "intermediate_size": 7168,
-                "moe_intermediate_size": 1792,
-                "num_dense_layers": 2,
-                "num_experts": 32,
-                "num_experts_per_tok": 4,
-                "norm_topk_prob": True,
+HYBRIDS: Final[Mapping[str, Family]] = {
+    "lfm2": LFM2,
+    "lfm3": LFM3,
+    "lfm2_moe": replace(
+        LFM2,
+        name="LFM2 with experts",
+        covers="LFM2 8B-A1B and 24B-A2B",
+        architecture="Lfm2MoeForCausalLM",
+        tensors=replace(
+            LFM2.tensors, others={**LFM2.tensors.others, "router_bias": "feed_forward.expert_bias"}
+        ),
+        layers=sparse_behind(LFM2.layers, "num_dense_layers"),
+        mixture=Mixture(
+            "feed_forward.gate",
+            {
+                member: f"feed_forward.experts.{{expert}}.{name}"
+                for member, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
             },
-            derived=lfm2_tie,
-            follows=frozenset({"layer_types", "conv_L_cache", "num_dense_layers", "tie_embedding"}),
+            width_field="moe_intermediate_size",
+            scoring="sigmoid",
+            normalized_field="norm_topk_prob",
+            bias_field="use_expert_bias",
+            scale_field="routed_scaling_factor",
+            count_fields=("num_experts",),
         ),
-        "qwen3_5_text": Family(
-            name="Qwen3.5",
-            covers="Qwen3.5, 3.6 and 3.8 without experts",
-            architecture="Qwen3_5ForCausalLM",
-            tensors=TensorNames(QWEN3_5_LINEARS, DELTA_NORMS, others=DELTA_TENSORS, unread=FURTHER_TOKENS),
-            layers=delta_layers(DENSE),
-            kinds=("linear_attention",),
-            defaults={**QWEN_DELTA, "num_key_value_heads": 4},
-            derived=qwen3_5_layers,
-            follows=DELTA_FIELDS,
-            biases=ATTENTION_BIASES,
-            norm_offset=1.0,
+        defaults={
+            **LFM2.defaults,
+            "intermediate_size": 7168,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        },
+        derived=lfm2_tie,
+        follows=frozenset({"layer_types", "conv_L_cache", "num_dense_layers", "tie_embedding"}),
+    ),
+    "qwen3_5_text": Family(
+        name="Qwen3.5",
+        covers="Qwen3.5, 3.6 and 3.8 without experts",
+        architecture="Qwen3_5ForCausalLM",
+        tensors=TensorNames(QWEN3_5_LINEARS, DELTA_NORMS, others=DELTA_TENSORS, unread=FURTHER_TOKENS),
+        layers=delta_layers(DENSE),
+        kinds=("linear_attention",),
+        defaults={**QWEN_DELTA, "num_key_value_heads": 4},
+        derived=qwen3_5_layers,
+        follows=DELTA_FIELDS,
+        biases=ATTENTION_BIASES,
+        norm_offset=1.0,
+    ),
+    "qwen3_5_moe_text": Family(
+        name="Qwen3.5-MoE",
+        covers="Qwen3.5 and 3.6 with experts",
+        architecture="Qwen3_5MoeForCausalLM",
+        tensors=TensorNames(
+            QWEN3_5_LINEARS, DELTA_NORMS, shared=SHARED_EXPERT, others=SHARED_TENSORS, unread=FURTHER_TOKENS
         ),
-        "qwen3_5_moe_text": Family(
-            name="Qwen3.5-MoE",
-            covers="Qwen3.5 and 3.6 with experts",
-            architecture="Qwen3_5MoeForCausalLM",
-            tensors=TensorNames(
-                QWEN3_5_LINEARS,
-                DELTA_NORMS,
-                shared=SHARED_EXPERT,
-                others=SHARED_TENSORS,
-                unread=FURTHER_TOKENS,
-            ),
-            layers=delta_layers(alike(("attention",), ("mixture", "ffn"))),
-            kinds=("linear_attention",),
-            mixture=replace(SHARED_MIXTURE, normalized_field="", stacked=STACKED),
-            defaults={**QWEN_DELTA, **DELTA_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
-            derived=qwen3_5_layers,
-            follows=DELTA_FIELDS,
-            biases=ATTENTION_BIASES,
-            norm_offset=1.0,
-        ),
-        "qwen3_next": Family(
-            name="Qwen3-Next",
-            covers="Qwen3-Next and Qwen3-Coder-Next",
-            architecture="Qwen3NextForCausalLM",
-            tensors=TensorNames(
-                {
-                    **DELTA_LINEARS,
-                    "delta_in": {
-                        **dict.fromkeys("qkvz", "linear_attn.in_proj_qkvz"),
-                        **dict.fromkeys("ba", "linear_attn.in_proj_ba"),
-                    },
+        layers=delta_layers(alike(("attention",), ("mixture", "ffn"))),
+        kinds=("linear_attention",),
+        mixture=replace(SHARED_MIXTURE, normalized_field="", stacked=STACKED),
+        defaults={**QWEN_DELTA, **DELTA_EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
+        derived=qwen3_5_layers,
+        follows=DELTA_FIELDS,
+        biases=ATTENTION_BIASES,
+        norm_offset=1.0,
+    ),
+    "qwen3_next": Family(
+        name="Qwen3-Next",
+        covers="Qwen3-Next and Qwen3-Coder-Next",
+        architecture="Qwen3NextForCausalLM",
+        tensors=TensorNames(
+            {
+                **DELTA_LINEARS,
+                "delta_in": {
+                    **dict.fromkeys("qkvz", "linear_attn.in_proj_qkvz"),
+                    **dict.fromkeys("ba", "linear_attn.in_proj_ba"),
                 },
-                DELTA_NORMS,
-                shared=SHARED_EXPERT,
-                others=SHARED_TENSORS,
-                unread=FURTHER_TOKENS,
-            ),
-            layers=delta_layers(sparse_steps(("attention",), dense=("ffn",), sparse=("mixture", "ffn"))),
-            kinds=("linear_attention",),
-            mixture=SHARED_MIXTURE,
-            defaults={
-                **QWEN_DELTA,
-                **DELTA_EXPERTS,
-                "intermediate_size": 5632,
-                "num_experts": 512,
-                "num_experts_per_tok": 10,
-                "norm_topk_prob": True,
             },
-            derived=qwen3_5_layers,
-            follows=DELTA_FIELDS | {"mlp_only_layers", "decoder_sparse_step"},
-            biases=ATTENTION_BIASES,
-            norm_offset=1.0,
+            DELTA_NORMS,
+            shared=SHARED_EXPERT,
+            others=SHARED_TENSORS,
+            unread=FURTHER_TOKENS,
         ),
-    }
-)
+        layers=delta_layers(sparse_steps(("attention",), dense=("ffn",), sparse=("mixture", "ffn"))),
+        kinds=("linear_attention",),
+        mixture=SHARED_MIXTURE,
+        defaults={
+            **QWEN_DELTA,
+            **DELTA_EXPERTS,
+            "intermediate_size": 5632,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+        },
+        derived=qwen3_5_layers,
+        follows=DELTA_FIELDS | {"mlp_only_layers", "decoder_sparse_step"},
+        biases=ATTENTION_BIASES,
+        norm_offset=1.0,
+    ),
+}
 """The families by ``model_type``."""

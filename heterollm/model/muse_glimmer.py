@@ -81,5 +81,5 @@ MUSE_GLIMMER: Final[Mapping[str, Family]] = {
         norms_embedding=True,
         bos_ids=(200_000,),
         eos_ids=(200_001,),
-    ),
+    )
 }

@@ -14,7 +14,8 @@ from heterollm.model.blocks import FfnBlock
 from heterollm.model.config import ModelConfig
 from heterollm.model.expert_layout import expert_specs
 from heterollm.model.layers import LayerStage
-from heterollm.model.layout import HEAD_LAYER, op_specs
+from heterollm.model.layout import HEAD_LAYER
+from heterollm.model.operators import op_specs
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Final
 
 from heterollm.kernels.ops import Group
@@ -122,172 +121,168 @@ def falcon_factors(fields: JsonFields) -> tuple[tuple[Group, str, float], ...]:
     )
 
 
-STATE_SPACES: Final[Mapping[str, Family]] = MappingProxyType(
-    {
-        "granitemoehybrid": Family(
-            name="Granite 4",
-            covers="Granite 4",
-            architecture="GraniteMoeHybridForCausalLM",
-            tensors=TensorNames({**SHARED, **mamba_linears("mamba")}, NORMS, others=mamba_tensors("mamba")),
-            layers=granite_layers,
-            kinds=("linear_attention", "mamba"),
-            mixture=replace(
-                GRANITE_EXPERTS,
-                shared_field="shared_intermediate_size",
-                dense_field="shared_intermediate_size",
-            ),
-            defaults={
-                "num_local_experts": 8,
-                "num_experts_per_tok": 2,
-                "shared_intermediate_size": 1024,
-                "mamba_n_heads": 128,
-                "mamba_n_groups": 1,
-                "mamba_d_state": 256,
-                "mamba_d_conv": 4,
-                "mamba_expand": 2,
-            },
-            derived=granite_sizes,
-            follows=GRANITE_FIELDS | MAMBA_FIELDS | {"layer_types", "position_embedding_type"},
-            biases=ATTENTION_BIASES,
-            ignores={"layers_block_type": "layer_types counts"},
-            bos_ids=(1,),
-            eos_ids=(2,),
+STATE_SPACES: Final[Mapping[str, Family]] = {
+    "granitemoehybrid": Family(
+        name="Granite 4",
+        covers="Granite 4",
+        architecture="GraniteMoeHybridForCausalLM",
+        tensors=TensorNames({**SHARED, **mamba_linears("mamba")}, NORMS, others=mamba_tensors("mamba")),
+        layers=granite_layers,
+        kinds=("linear_attention", "mamba"),
+        mixture=replace(
+            GRANITE_EXPERTS, shared_field="shared_intermediate_size", dense_field="shared_intermediate_size"
         ),
-        "nemotron_h": Family(
-            name="Nemotron-H",
-            covers="Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano",
-            architecture="NemotronHForCausalLM",
-            tensors=TensorNames(
-                {
-                    "qkv": {member: f"mixer.{member}_proj" for member in "qkv"},
-                    "o": {"o": "mixer.o_proj"},
-                    "gate_up": {"up": "mixer.up_proj"},
-                    "down": {"down": "mixer.down_proj"},
-                    **mamba_linears("mixer"),
-                },
-                dict.fromkeys(NORMS, "norm"),
-                shared={
-                    "gate_up": {"up": "mixer.shared_experts.up_proj"},
-                    "down": {"down": "mixer.shared_experts.down_proj"},
-                },
-                others={**mamba_tensors("mixer"), ROUTER_BIAS: "mixer.gate.e_score_correction_bias"},
-                layer="backbone.layers.{layer}.",
-                embedding="backbone.embeddings",
-                final_norm="backbone.norm_f",
-                unread=("mtp.",),
-            ),
-            layers=by_type(
-                {
-                    "linear_attention": (("mamba",),),
-                    "full_attention": (("attention",),),
-                    "mlp": (("ffn",),),
-                    "moe": (("mixture", "ffn"),),
-                }
-            ),
-            kinds=("linear_attention", "mlp", "moe"),
-            mixture=replace(
-                SIGMOID_EXPERTS,
-                router="mixer.gate",
-                members={member: f"mixer.experts.{{expert}}.{member}_proj" for member in ("up", "down")},
-                shared_count_field="",
-                shared_field="moe_shared_expert_intermediate_size",
-            ),
-            defaults={
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "intermediate_size": 21_504,
-                "hidden_act": "relu2",
-                "mamba_hidden_act": "silu",
-                "rms_norm_eps": 1e-5,
-                "mamba_n_heads": 128,
-                "mamba_d_head": 64,
-                "mamba_n_groups": 8,
-                "mamba_d_state": 128,
-                "mamba_d_conv": 4,
-                "n_routed_experts": 8,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 7688,
-                "moe_shared_expert_intermediate_size": 7688,
-                "norm_topk_prob": True,
+        defaults={
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        },
+        derived=granite_sizes,
+        follows=GRANITE_FIELDS | MAMBA_FIELDS | {"layer_types", "position_embedding_type"},
+        biases=ATTENTION_BIASES,
+        ignores={"layers_block_type": "layer_types counts"},
+        bos_ids=(1,),
+        eos_ids=(2,),
+    ),
+    "nemotron_h": Family(
+        name="Nemotron-H",
+        covers="Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano",
+        architecture="NemotronHForCausalLM",
+        tensors=TensorNames(
+            {
+                "qkv": {member: f"mixer.{member}_proj" for member in "qkv"},
+                "o": {"o": "mixer.o_proj"},
+                "gate_up": {"up": "mixer.up_proj"},
+                "down": {"down": "mixer.down_proj"},
+                **mamba_linears("mixer"),
             },
-            renamed={
-                "rms_norm_eps": "layer_norm_epsilon",
-                "hidden_act": "mlp_hidden_act",
-                "mamba_n_heads": "mamba_num_heads",
-                "mamba_d_head": "mamba_head_dim",
-                "mamba_n_groups": "n_groups",
-                "mamba_d_state": "ssm_state_size",
-                "mamba_d_conv": "conv_kernel",
-                "mamba_conv_bias": "use_conv_bias",
+            dict.fromkeys(NORMS, "norm"),
+            shared={
+                "gate_up": {"up": "mixer.shared_experts.up_proj"},
+                "down": {"down": "mixer.shared_experts.down_proj"},
             },
-            derived=nemotron_layers,
-            follows=frozenset({"layer_types", "layers_block_type", "hybrid_override_pattern"}),
-            biases={"ffn": "mlp_bias"},
-            without_rope=True,
-            ignores={
-                "num_hidden_layers": "the kinds of layers say it",
-                **dict.fromkeys(("rope_parameters", "rope_theta", "rope_scaling"), "no layer has positions"),
-                **dict.fromkeys(
-                    (
-                        *("time_step_min", "time_step_max", "time_step_floor"),
-                        *("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor"),
-                    ),
-                    "dt has no bounds; transformers has a lower one in prompts alone",
+            others={**mamba_tensors("mixer"), ROUTER_BIAS: "mixer.gate.e_score_correction_bias"},
+            layer="backbone.layers.{layer}.",
+            embedding="backbone.embeddings",
+            final_norm="backbone.norm_f",
+            unread=("mtp.",),
+        ),
+        layers=by_type(
+            {
+                "linear_attention": (("mamba",),),
+                "full_attention": (("attention",),),
+                "mlp": (("ffn",),),
+                "moe": (("mixture", "ffn"),),
+            }
+        ),
+        kinds=("linear_attention", "mlp", "moe"),
+        mixture=replace(
+            SIGMOID_EXPERTS,
+            router="mixer.gate",
+            members={member: f"mixer.experts.{{expert}}.{member}_proj" for member in ("up", "down")},
+            shared_count_field="",
+            shared_field="moe_shared_expert_intermediate_size",
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 21_504,
+            "hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "mamba_n_heads": 128,
+            "mamba_d_head": 64,
+            "mamba_n_groups": 8,
+            "mamba_d_state": 128,
+            "mamba_d_conv": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "norm_topk_prob": True,
+        },
+        renamed={
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "mlp_hidden_act",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_conv_bias": "use_conv_bias",
+        },
+        derived=nemotron_layers,
+        follows=frozenset({"layer_types", "layers_block_type", "hybrid_override_pattern"}),
+        biases={"ffn": "mlp_bias"},
+        without_rope=True,
+        ignores={
+            "num_hidden_layers": "the kinds of layers say it",
+            **dict.fromkeys(("rope_parameters", "rope_theta", "rope_scaling"), "no layer has positions"),
+            **dict.fromkeys(
+                (
+                    *("time_step_min", "time_step_max", "time_step_floor"),
+                    *("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor"),
                 ),
-                **dict.fromkeys(
-                    (
-                        *("attention_bias", "sliding_window", "expand", "n_shared_experts"),
-                        *("moe_shared_expert_overlap", "num_logits_to_keep", "use_mamba_kernels"),
-                        *("rescale_prenorm_residual", "mamba_proj_bias", "mamba_expand"),
-                    ),
-                    "transformers ignores it",
-                ),
-                "residual_in_fp32": "the stream is float32 in any case",
-                "mamba_ssm_cache_dtype": "states are float32 in any case",
-                **dict.fromkeys(("chunk_size", "mamba_chunk_size"), "the chunks change the time alone"),
-                **NOT_READ,
-                "mtp_*": "layers that predict further tokens are not read",
-            },
-            bos_ids=(1,),
-            eos_ids=(2,),
-        ),
-        "falcon_h1": Family(
-            name="Falcon-H1",
-            covers="Falcon-H1",
-            architecture="FalconH1ForCausalLM",
-            tensors=TensorNames(
-                {
-                    **SEPARATE,
-                    "gate_up": {member: f"feed_forward.{member}_proj" for member in ("gate", "up")},
-                    "down": {"down": "feed_forward.down_proj"},
-                    **mamba_linears("mamba"),
-                },
-                {"attention": "input_layernorm", "feed_forward": "pre_ff_layernorm"},
-                others=mamba_tensors("mamba"),
-                final_norm="model.final_layernorm",
+                "dt has no bounds; transformers has a lower one in prompts alone",
             ),
-            layers=alike(("mamba", "attention"), ("ffn",)),
-            defaults={
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-5,
-                "mamba_d_ssm": 1024,
-                "mamba_n_heads": 128,
-                "mamba_n_groups": 1,
-                "mamba_d_state": 256,
-                "mamba_d_conv": 4,
-                "mamba_expand": 2,
-                "mamba_norm_before_gate": True,
-                "mamba_rms_norm": False,
+            **dict.fromkeys(
+                (
+                    *("attention_bias", "sliding_window", "expand", "n_shared_experts"),
+                    *("moe_shared_expert_overlap", "num_logits_to_keep", "use_mamba_kernels"),
+                    *("rescale_prenorm_residual", "mamba_proj_bias", "mamba_expand"),
+                ),
+                "transformers ignores it",
+            ),
+            "residual_in_fp32": "the stream is float32 in any case",
+            "mamba_ssm_cache_dtype": "states are float32 in any case",
+            **dict.fromkeys(("chunk_size", "mamba_chunk_size"), "the chunks change the time alone"),
+            **NOT_READ,
+            "mtp_*": "layers that predict further tokens are not read",
+        },
+        bos_ids=(1,),
+        eos_ids=(2,),
+    ),
+    "falcon_h1": Family(
+        name="Falcon-H1",
+        covers="Falcon-H1",
+        architecture="FalconH1ForCausalLM",
+        tensors=TensorNames(
+            {
+                **SEPARATE,
+                "gate_up": {member: f"feed_forward.{member}_proj" for member in ("gate", "up")},
+                "down": {"down": "feed_forward.down_proj"},
+                **mamba_linears("mamba"),
             },
-            derived=falcon_sizes,
-            follows=MAMBA_FIELDS
-            | {*FALCON_FACTORS, *FALCON_LISTS, "embedding_multiplier", "lm_head_multiplier"}
-            | {"mamba_d_ssm", "mamba_norm_before_gate", "mamba_rms_norm"},
-            linear_factors=falcon_factors,
-            ignores={"num_logits_to_keep": "transformers ignores it"},
-            bos_ids=(1,),
-            eos_ids=(2,),
+            {"attention": "input_layernorm", "feed_forward": "pre_ff_layernorm"},
+            others=mamba_tensors("mamba"),
+            final_norm="model.final_layernorm",
         ),
-    }
-)
+        layers=alike(("mamba", "attention"), ("ffn",)),
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_d_ssm": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_norm_before_gate": True,
+            "mamba_rms_norm": False,
+        },
+        derived=falcon_sizes,
+        follows=MAMBA_FIELDS
+        | {*FALCON_FACTORS, *FALCON_LISTS, "embedding_multiplier", "lm_head_multiplier"}
+        | {"mamba_d_ssm", "mamba_norm_before_gate", "mamba_rms_norm"},
+        linear_factors=falcon_factors,
+        ignores={"num_logits_to_keep": "transformers ignores it"},
+        bos_ids=(1,),
+        eos_ids=(2,),
+    ),
+}
 """The families by ``model_type``."""

@@ -3,46 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
-from heterollm.base import CheckpointError, file_digests
-from heterollm.kernels.formats import QuantizedTensor, as_float32
-from heterollm.kernels.ops import WeightFormat
-from heterollm.model.checkpoint_folder import checkpoint_folder, no_checkpoint
 from heterollm.model.config import ModelConfig
-from heterollm.model.expert_layout import experts_apart
-from heterollm.model.families import FAMILIES
 from heterollm.model.family import Mixture
-from heterollm.model.json_fields import read_json_object
-from heterollm.model.layout import (
-    embedding_name,
-    expected_tensors,
-    head_name,
-    layer_of,
-    matrix_shape,
-    unread_tensors,
-)
-from heterollm.model.lora import LoraAdapter
-from heterollm.model.stored import (
-    GgufTensors,
-    PackedLinears,
-    PackedTensor,
-    StackedExperts,
-    StoredTensors,
-    TernaryLinears,
-    canonical,
-    open_gguf,
-)
+from heterollm.model.stored import PackedLinears, PackedTensor, StackedExperts, TernaryLinears
 from heterollm.model.stored_formats import normalized_quantization
 from heterollm.model.tensor_file import TensorFile
-from heterollm.model.wrappers import family_name, is_wrapped, text_names
+from heterollm.model.wrappers import text_names
 
 NamedTensors: TypeAlias = dict[str, TensorFile]
 """The file of each tensor, by the tensor's name in the model."""

@@ -196,10 +196,7 @@ def _write(
 
 
 def _quantized_slabs(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    progress: ByteProgress | None,
-    cancelled: threading.Event | None,
+    checkpoint: Checkpoint, recipe: Recipe, progress: ByteProgress | None, cancelled: threading.Event | None
 ) -> Generator[tuple[str, int, tuple[QuantizedTensor, Squares]], None, None]:
     """Quantise all tensors on all cores; yield the name, first row and result of each slab of rows.
 
@@ -248,11 +245,7 @@ def _largest(checkpoint: Checkpoint, slab: Slab) -> float:
 
 
 def _quantize_rows(
-    checkpoint: Checkpoint,
-    name: str,
-    rows: tuple[int, int],
-    weight: WeightFormat,
-    tensor_scale: float | None,
+    checkpoint: Checkpoint, name: str, rows: tuple[int, int], weight: WeightFormat, tensor_scale: float | None
 ) -> tuple[QuantizedTensor, Squares]:
     """Return rows in a canonical format, with the squares of what they lack against stored integers."""
     values = checkpoint.read(name, rows)

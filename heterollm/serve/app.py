@@ -142,7 +142,7 @@ class Server:
             lambda: (
                 *(*self._counts(), len(self._sessions), len(llm.failures)),
                 *(self._scheduler.passes, self._scheduler.rows),
-            ),
+            )
         )
         self._embedder = Embedder(llm, options.queue, self._metrics.spent)
         # Takes a moment for a large vocabulary: not while a request waits.

@@ -32,11 +32,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        request: Request,
-        channel: Channel,
-        prompts: int,
-        end: Callable[[BaseException | None], None],
+        self, request: Request, channel: Channel, prompts: int, end: Callable[[BaseException | None], None]
     ) -> None:
         self._channel = channel
         self._prompts = prompts

@@ -63,10 +63,7 @@ class Status:
             "plan": llm.plan.level,
             "precision": llm.plan.precision,
             "context": llm.context,
-            "shares": {
-                "prefill": _shares(llm, "prefill", tokens),
-                "decode": _shares(llm, "decode", 1),
-            },
+            "shares": {"prefill": _shares(llm, "prefill", tokens), "decode": _shares(llm, "decode", 1)},
         }
 
     def read(self) -> dict[str, Any]:

@@ -12,15 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from heterollm.base import (
-    MIB,
-    CheckpointError,
-    FileIndex,
-    LimitedChild,
-    LimitError,
-    parse_json,
-    read_file,
-)
+from heterollm.base import MIB, CheckpointError, FileIndex, LimitedChild, LimitError, parse_json, read_file
 from heterollm.text.stream_decoder import FIX
 
 LARGEST_BYTES: Final = 256 * MIB

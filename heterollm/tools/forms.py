@@ -112,10 +112,7 @@ GLM: Final = ToolForm(
 )
 
 HARMONY_MARKS: Final = frozenset(
-    {
-        *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
-        *("<|end|>", "<|call|>", "<|return|>"),
-    }
+    {*("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"), *("<|end|>", "<|call|>", "<|return|>")}
 )
 """Tokens between the messages of an answer of gpt-oss, and in their headers."""
 

@@ -14,10 +14,7 @@ from heterollm.kernels.npu.shapes import (
 )
 
 FUSED_FORMS: frozenset[GraphForm] = frozenset(
-    {
-        *("matmul_nbits", "k_chunked", "integer"),
-        *("ffn", "ffn_k_chunked", "ffn_integer"),
-    }
+    {*("matmul_nbits", "k_chunked", "integer"), *("ffn", "ffn_k_chunked", "ffn_integer")}
 )
 """Forms of graphs with a norm of the residual stream, all for rows of tokens and weights in blocks."""
 

@@ -107,12 +107,7 @@ class HostNpu:
         return self._stored(shard, check_form(self, shard, length, form)).size_bytes
 
     def cpu_times_us(
-        self,
-        shard: GraphShard,
-        length: int,
-        form: GraphForm | None = None,
-        *,
-        runs: int,
+        self, shard: GraphShard, length: int, form: GraphForm | None = None, *, runs: int
     ) -> None:
         """Return None: this backend's time is real."""
 

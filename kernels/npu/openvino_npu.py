@@ -229,8 +229,7 @@ class OpenVinoNpu:
             check_small_linear(self, "openvino")
         except GraphError as error:
             raise DeviceError(
-                f"{self.name} opens no graph: {error.message}",
-                fix=ADVICE + see("the-intel-npu-is-not-found"),
+                f"{self.name} opens no graph: {error.message}", fix=ADVICE + see("the-intel-npu-is-not-found")
             ) from error
         finally:
             self._in_cache = kept

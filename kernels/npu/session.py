@@ -191,13 +191,7 @@ class SessionGraph:
 
     __slots__ = ("_held", "_label", "tensors")
 
-    def __init__(
-        self,
-        held: HeldSession,
-        shard: GraphShard,
-        length: int,
-        dtype: np.dtype[Any],
-    ) -> None:
+    def __init__(self, held: HeldSession, shard: GraphShard, length: int, dtype: np.dtype[Any]) -> None:
         self._held = held
         self._label = shard.label
         self.tensors = graph_tensors(shard, length, dtype)

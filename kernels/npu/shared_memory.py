@@ -185,11 +185,6 @@ class SharedMemory:
         live = {pages.serial for pages in self._pages}
         return sum(context.count(live) for context in self._contexts)
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Size of all allocations."""
-        return sum(pages.size_bytes for pages in self._pages)
-
     def allocate(self, session: Any, size_bytes: int) -> SharedPages:  # noqa: ANN401
         """Return new memory of a session.
 

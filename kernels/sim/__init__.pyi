@@ -1,11 +1,11 @@
 from .clock import SimulatedClock as SimulatedClock
-from .clock import SimulatedSpan as SimulatedSpan
-from .clock import SimulatedTotals as SimulatedTotals
 from .device import clock_of as clock_of
 from .device import open_simulated as open_simulated
 from .device import simulated_devices as simulated_devices
 from .device import soc_of as soc_of
 from .game import GpuLoad as GpuLoad
+from .jobs import SimulatedSpan as SimulatedSpan
+from .jobs import SimulatedTotals as SimulatedTotals
 from .npu import AS_INTEGERS as AS_INTEGERS
 from .options import SIMULATED as SIMULATED
 from .options import Simulation as Simulation

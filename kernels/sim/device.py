@@ -9,7 +9,8 @@ import numpy as np
 from heterollm.base import GIB, OptionError
 from heterollm.kernels.device import Device, DeviceStatus
 from heterollm.kernels.npu import STANDARD_LENGTHS
-from heterollm.kernels.sim.clock import ClockCosts, MemoryRates, SimulatedClock
+from heterollm.kernels.sim.clock import MemoryRates, SimulatedClock
+from heterollm.kernels.sim.jobs import ClockCosts
 from heterollm.kernels.sim.npu import SimulatedNpu
 from heterollm.kernels.sim.options import SIMULATED, Simulation
 from heterollm.kernels.sim.runtime import SimulatedRuntime
@@ -36,11 +37,7 @@ def simulated_devices() -> list[DeviceStatus]:
 
 
 def open_simulated(
-    name: str,
-    simulation: Simulation | None,
-    *,
-    with_npu: bool,
-    compute_on: Callable[[], Device],
+    name: str, simulation: Simulation | None, *, with_npu: bool, compute_on: Callable[[], Device]
 ) -> Device:
     """Open a simulated SoC.
 

@@ -38,7 +38,8 @@ from heterollm.kernels.npu import (
     every_form,
     graph_tensors,
 )
-from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
+from heterollm.kernels.sim.clock import SimulatedClock
+from heterollm.kernels.sim.jobs import SimulatedJob
 from heterollm.kernels.sim.soc.npu_model import (
     AttentionWork,
     NpuWork,
@@ -164,12 +165,7 @@ class SimulatedNpu:
             )
 
     def cpu_times_us(
-        self,
-        shard: GraphShard,
-        length: int,
-        form: GraphForm | None = None,
-        *,
-        runs: int,
+        self, shard: GraphShard, length: int, form: GraphForm | None = None, *, runs: int
     ) -> None:
         """Return None: the model gives times, and emulates nothing."""
 

@@ -31,7 +31,8 @@ from heterollm.kernels.gpu import (
     VariantRecord,
     aligned_zeros,
 )
-from heterollm.kernels.sim.clock import SimulatedClock, SimulatedJob
+from heterollm.kernels.sim.clock import SimulatedClock
+from heterollm.kernels.sim.jobs import SimulatedJob
 from heterollm.kernels.sim.memory import MappedArray
 from heterollm.kernels.sim.soc.gpu_model import GpuTime, gpu_time
 from heterollm.kernels.sim.soc.quantities import SocParameters

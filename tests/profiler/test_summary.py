@@ -197,12 +197,6 @@ def test_keys_in_words():
 # -- files -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def stored(cache, profile):
     path = cache / "profiles" / f"{profile.device}-{profile.fingerprint}.json"
     profile.save(path)

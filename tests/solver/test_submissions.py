@@ -8,7 +8,7 @@ import pytest
 
 from heterollm.kernels.ops import ffn_specs
 from heterollm.kernels.sim import SimulatedClock
-from heterollm.kernels.sim.clock import ClockCosts, SimulatedJob
+from heterollm.kernels.sim.jobs import ClockCosts, SimulatedJob
 from heterollm.solver import Objective, Solver
 from heterollm.solver.chain import solve_chain
 from heterollm.solver.costs import Overheads, Slowdown

@@ -121,6 +121,18 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
         yield from _one("refused", name, why, only, neutral=neutral)
     why = "another stream than the first, which layers compute"
     yield from _one("refused", "altup_active_idx", why, readers("altup_num_inputs"), neutral=(0,))
+    yield from _of_hybrids(readers)
+    for name, why in (
+        ("router_jitter_noise", "training"),
+        ("input_jitter_noise", "training"),
+        ("output_router_logits", "the values that transformers returns beside the logits"),
+        ("router_aux_loss_coef", "training"),
+    ):
+        yield from _one("none", name, why, sparse)
+
+
+def _of_hybrids(readers: Callable[..., frozenset[str]]) -> Iterator[Field]:
+    """Yield such rows of model types with convolutions, delta nets, state spaces or latent attention."""
     convolves, biases = readers("conv_L_cache"), "biases of convolutions and their linears"
     yield from _one("refused", "conv_bias", biases, convolves, neutral=(False,))
     for name, why in (
@@ -152,10 +164,3 @@ def _by_type(every: frozenset[str], readers: Callable[..., frozenset[str]]) -> I
     yield from _one(
         "none", "mtp_*", "layers that predict further tokens, which no answer needs", nets, PUBLISHED
     )
-    for name, why in (
-        ("router_jitter_noise", "training"),
-        ("input_jitter_noise", "training"),
-        ("output_router_logits", "the values that transformers returns beside the logits"),
-        ("router_aux_loss_coef", "training"),
-    ):
-        yield from _one("none", name, why, sparse)

@@ -28,6 +28,8 @@ from heterollm.model.fields.gguf_rows import (
     rows,
 )
 
+ACTIVATION: Final = "another activation than the architecture's"
+
 SIZES: Final = (
     read(".context_length", "longest context"),
     read(".embedding_length", "width of the residual stream"),
@@ -113,28 +115,14 @@ OTHER: Final = (
         "convert.py",
         ".tensor_data_layout",
     ),
-    *rows(
-        "refused",
-        "another activation than the architecture's",
-        NAMES,
-        ".hidden_activation",
-        neutral=("gelu", "geglu", "gelu_pytorch_tanh", "gelu_new"),
-        only=GEMMAS | {"gemma", "phi2", "starcoder2"},
-    ),
-    *rows(
-        "refused",
-        "another activation than the architecture's",
-        NAMES,
-        ".hidden_activation",
-        neutral=("relu2", "relu_sqr"),
-        only=NEMOTRON_H | {"nemotron", "arcee"},
-    ),
-    *rows(
-        "refused",
-        "another activation than the architecture's",
-        NAMES,
-        ".hidden_activation",
-        neutral=("silu", "swish", "swiglu"),
+    *(
+        row
+        for neutral, only in (
+            (("gelu", "geglu", "gelu_pytorch_tanh", "gelu_new"), GEMMAS | {"gemma", "phi2", "starcoder2"}),
+            (("relu2", "relu_sqr"), NEMOTRON_H | {"nemotron", "arcee"}),
+            (("silu", "swish", "swiglu"), frozenset[str]()),
+        )
+        for row in rows("refused", ACTIVATION, NAMES, ".hidden_activation", neutral=neutral, only=only)
     ),
     read(".pooling_type", "pooling of embeddings: 1 mean, 3 last token; a model has none with others"),
     *rows("none", "names of a classifier's outputs", MODEL, ".classifier.*"),
@@ -144,30 +132,15 @@ OTHER: Final = (
         "models/lfm2.cpp",
         frozenset({"lfm2", "lfm2moe"}),
     ),
-    read(
-        ".ssm.conv_kernel",
-        "tokens that the convolution of a delta net or a state space spans",
-        *(ARCHITECTURE, DELTA | SPACES),
-    ),
-    read(
-        ".ssm.group_count",
-        "key heads of a delta net, or groups of heads of a state space",
-        *(ARCHITECTURE, DELTA | SPACES),
-    ),
-    read(
-        ".ssm.state_size",
-        "width of a delta net's key head, or of B and C in a state space",
-        *(ARCHITECTURE, DELTA | SPACES),
-    ),
-    read(
-        ".ssm.time_step_rank",
-        "value heads of a delta net, or heads of a state space",
-        *(ARCHITECTURE, DELTA | SPACES),
-    ),
-    read(
-        ".ssm.inner_size",
-        "values of all heads of a delta net or a state space",
-        *(ARCHITECTURE, DELTA | SPACES),
+    *(
+        read(f".ssm.{name}", meaning, ARCHITECTURE, DELTA | SPACES)
+        for name, meaning in (
+            ("conv_kernel", "tokens that the convolution of a delta net or a state space spans"),
+            ("group_count", "key heads of a delta net, or groups of heads of a state space"),
+            ("state_size", "width of a delta net's key head, or of B and C in a state space"),
+            ("time_step_rank", "value heads of a delta net, or heads of a state space"),
+            ("inner_size", "values of all heads of a delta net or a state space"),
+        )
     ),
     read(
         ".nextn_predict_layers",

@@ -277,12 +277,7 @@ class _OllamaReply(SingleReply):
         raise NotImplementedError
 
     def _line(self, part: AnswerPart) -> dict[str, Any]:
-        return {
-            "model": self._request.echo["model"],
-            "created_at": now(),
-            **self._said(part),
-            "done": False,
-        }
+        return {"model": self._request.echo["model"], "created_at": now(), **self._said(part), "done": False}
 
     def _body(self, part: AnswerPart, end: Ended, spent: Spent) -> dict[str, Any]:
         return {**self._line(part), **self._done(end, spent)}

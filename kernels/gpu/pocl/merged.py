@@ -57,11 +57,7 @@ class MergedLaunch:
     __slots__ = ("_launch", "_memory", "_table", "label", "labels")
 
     def __init__(
-        self,
-        runtime: GpuRuntime,
-        chains: Sequence[LaunchChain],
-        kinds: Sequence[KernelIdentity],
-        source: str,
+        self, runtime: GpuRuntime, chains: Sequence[LaunchChain], kinds: Sequence[KernelIdentity], source: str
     ) -> None:
         launches = list(itertools.chain.from_iterable(chains))
         units = runtime.traits.compute_units

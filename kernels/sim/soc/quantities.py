@@ -60,8 +60,7 @@ class GpuParameters(Struct, frozen=True, forbid_unknown_fields=True):
         float, quantity("GB/s", "DRAM bandwidth of the GPU while nothing else reads", 0.1, 10_000)
     ]
     gemm_tflops: Annotated[
-        float,
-        quantity("TFLOP/s", "arithmetic of the kernel for many tokens, weights prepared", 1e-3, 10_000),
+        float, quantity("TFLOP/s", "arithmetic of the kernel for many tokens, weights prepared", 1e-3, 10_000)
     ]
     prepare_gweights_per_s: Annotated[
         float,
@@ -185,8 +184,7 @@ class MemoryParameters(Struct, frozen=True, forbid_unknown_fields=True):
         float, quantity("1", "stretch of work that computes all the time, while both run", 1, 10)
     ]
     cache_mib: Annotated[
-        int,
-        quantity("MiB", "last cache before DRAM: weights of smaller models stay in it", 0, 4096),
+        int, quantity("MiB", "last cache before DRAM: weights of smaller models stay in it", 0, 4096)
     ]
     available_gib: Annotated[
         float, quantity("GiB", "memory that a model can take of the phone's; 0 is no limit", 0, 1024)

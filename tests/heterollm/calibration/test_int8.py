@@ -21,7 +21,7 @@ from heterollm.calibration.float_weights import FloatWeights
 from heterollm.calibration.head_records import MASSES
 from heterollm.calibration.int8_records import ChannelOutliers, Int8Calibration, Int8Errors, Shadow
 from heterollm.calibration.observer import LinearStatistics
-from heterollm.calibration.records import LinearCalibration
+from heterollm.calibration.range_records import LinearCalibration
 from heterollm.cli import main
 from heterollm.kernels.ops import Member, OpSpec, WeightFormat
 

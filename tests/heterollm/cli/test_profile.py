@@ -87,12 +87,6 @@ class FakeProfiler:
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def fake(monkeypatch, cache):
     profiler = FakeProfiler()
     monkeypatch.setattr(heterollm.planning.profiling, "open_device", profiler.open_device)

@@ -11,14 +11,14 @@ import pytest
 from msgspec import structs
 
 from heterollm.calibration import load_calibration
-from heterollm.calibration.records import (
+from heterollm.calibration.range_records import (
     OCTAVES,
     STEPS_PER_OCTAVE,
-    Calibration,
     FfnCalibration,
     LinearCalibration,
     RangeErrors,
 )
+from heterollm.calibration.records import Calibration
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.formats.tolerances import sqnr_db
 from heterollm.kernels.ops import OpSpec, Phase

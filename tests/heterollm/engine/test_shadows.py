@@ -17,7 +17,8 @@ import heterollm
 from heterollm.base import PlanError
 from heterollm.calibration import Policy, calibrate, load_calibration
 from heterollm.calibration.int8_records import ChannelOutliers
-from heterollm.calibration.records import Calibration, LinearCalibration
+from heterollm.calibration.range_records import LinearCalibration
+from heterollm.calibration.records import Calibration
 from heterollm.engine.shadow import cold
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.formats.tolerances import sqnr_db
@@ -196,7 +197,11 @@ def test_every_split_has_its_shadow(
     llm = host_llm(injected, plan=plan, **options)
     got = answers(llm, ids)
     np.testing.assert_array_equal(answers(llm, ids), got)
-    reading = (step for step in llm.steps("prefill", 5) if step.touches("outliers"))
+    reading = (
+        step
+        for step in llm.steps("prefill", 5)
+        if "outliers" in {buffer.name for buffer in (*step.reads, *step.writes)}
+    )
     listed = Counter(step.action for step in reading if step.processor == "host")
     assert listed["fetch"] == listed["read_ahead"] > 0
     if kind == "mapped":

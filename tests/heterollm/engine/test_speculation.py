@@ -399,7 +399,7 @@ def test_both_models_count_in_the_memory(bundled_model: Path, monkeypatch: pytes
         needs.append(need)
         check_memory(need, need.total - 1)
 
-    monkeypatch.setattr("heterollm.loading.check_memory", too_much)
+    monkeypatch.setattr("heterollm.drafting.check_memory", too_much)
     for draft in ("lookup", bundled_model):
         with pytest.raises(DeviceError, match="draft model" if draft != "lookup" else "KV cache"):
             LLM.load(bundled_model, device="host", plan="gpu", context=256, speculative=draft)

@@ -42,7 +42,13 @@ def load(checkpoint: Callable[..., Path], host_llm: Callable[..., LLM], plan: Pl
 def steps_of(llm: LLM, phase: Any, tokens: int) -> list[Step]:
     """Return the steps of a pass without those of its head."""
     steps = list(llm.steps(phase, tokens))
-    return steps[: next(place for place, step in enumerate(steps) if step.touches("head_input"))]
+    return steps[
+        : next(
+            place
+            for place, step in enumerate(steps)
+            if "head_input" in {one.name for one in (*step.reads, *step.writes)}
+        )
+    ]
 
 
 def described(steps: list[Step]) -> list[str]:

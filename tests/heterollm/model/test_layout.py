@@ -12,8 +12,8 @@ from heterollm.model.layout import (
     layer_of,
     linear_names,
     norm_name,
-    shortened_blocks,
 )
+from heterollm.model.operators import shortened_blocks
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ def test_what_changes_the_values_changes_the_key(folders, cache, monkeypatch):
             {"precision": "fp16", "float_dtype": np.float32},
         )
     }
-    monkeypatch.setattr("heterollm.model.weights.QUANTIZER_VERSION", 99)
+    monkeypatch.setattr("heterollm.model.weight_loading.QUANTIZER_VERSION", 99)
     keys.add(load(folders / "llama").content_key)
     assert len(keys) == 11
     assert len(files(cache)) == 7

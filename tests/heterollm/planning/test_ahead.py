@@ -25,12 +25,6 @@ needs_qnn = pytest.mark.skipif(not USABLE, reason=REASON)
 GROUPS = ("qkv", "o", "gate_up", "down")
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory, bundled_model):
     """The bundled model for a Snapdragon 8 Gen 3 at two lengths: the result and the cache folder."""

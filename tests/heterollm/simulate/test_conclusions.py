@@ -24,13 +24,6 @@ BY_KEY = {one.key: one for one in CONCLUSIONS}
 MIXTURE = SMALL_MIXTURE | {"hidden_size": 4096, "moe_intermediate_size": 2048}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
-        yield
-
-
 def run(model, soc=PAPER, **options):
     request = RungRequest(model, soc=soc, decode=0, plan_for="prompt", **options)
     return simulated(request, plan_of=request.plan_of)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -52,15 +51,8 @@ assert CONFIG.mixture is not None
 ROUTING = CONFIG.mixture.routing
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
-def model(cache: None, tmp_path_factory: pytest.TempPathFactory) -> ProfiledModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> ProfiledModel:
     specs = op_specs(CONFIG, "w4a16", 128, True)
     shape, path = shape_of_specs(CONFIG, specs, "mixture"), tmp_path_factory.mktemp("profile") / "p.json"
     options = SessionOptions.of(budget_s=None, expert_graphs=True)
@@ -97,10 +89,9 @@ def predicted_us(plan: Plan, model: ProfiledModel, prompts: Sequence[int] = PROM
 
 
 def test_predicted_passes_with_experts_on_the_npu_take_as_long_on_the_simulated_clock(
-    model: ProfiledModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: ProfiledModel,
 ) -> None:
     """The loads of the passes are as imbalanced as the calibrated ones, and not the same."""
-    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     loads = AssumedRouting(ROUTING, 2.0)
     request = PlanRequest(level="tensor", techniques=("npumoe",), npu_gib=100)
     plan = solve_plan(model, request, {"experts": loads.calibrated(range(CONFIG.layers))}).plan
@@ -112,10 +103,7 @@ def test_predicted_passes_with_experts_on_the_npu_take_as_long_on_the_simulated_
 
 
 @pytest.mark.parametrize("level", ["gpu", "tensor"])
-def test_predicted_passes_take_as_long_on_the_simulated_clock(
-    model: ProfiledModel, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+def test_predicted_passes_take_as_long_on_the_simulated_clock(model: ProfiledModel, level: str) -> None:
     assert not model.missing
     plan = solve_plan(model, PlanRequest(level="tensor")).plan
     plan = plan.without_npu() if level == "gpu" else plan

@@ -26,13 +26,6 @@ from heterollm.solver import (
 DENSE = {"intermediate_size": 2048}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     path = tmp_path_factory.mktemp("small") / "config.json"

@@ -13,13 +13,6 @@ TOLERANCE = 0.04
 HEAD = ("head", "final norm")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
-        yield
-
-
 def ratio(found, schedule: ChunkSchedule) -> float:
     """Return the predicted time of a prompt's layers over the simulated one."""
     chunks = [length for _, length in found.plan.chunks(found.prefill.tokens)]

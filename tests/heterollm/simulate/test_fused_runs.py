@@ -21,8 +21,7 @@ LAYERS = 32
 
 
 @pytest.mark.slow
-def test_a_layer_of_8b_has_two_runs_in_place_of_four(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+def test_a_layer_of_8b_has_two_runs_in_place_of_four() -> None:
     found = find_model(MODEL)
     specs = op_specs(found.config, "w4a16", 128, True, scales="stepped")
     profile = profile_of(open_device(SOC), MODEL, found.config, specs, silent)

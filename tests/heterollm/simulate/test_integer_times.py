@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -31,21 +30,18 @@ matter of luck."""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ProfiledModel:
+def model() -> ProfiledModel:
     """A model with stepped scales on a simulated SoC with integer graphs."""
     found = find_model(MODEL)
     specs = op_specs(found.config, "w4a16", 128, True, scales="stepped")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        profile = profile_of(open_device(SOC), MODEL, found.config, specs, silent)
-        return ProfiledModel(profile, found.config, specs, "w4a16", "assumed")
+    profile = profile_of(open_device(SOC), MODEL, found.config, specs, silent)
+    return ProfiledModel(profile, found.config, specs, "w4a16", "assumed")
 
 
 @pytest.mark.parametrize("level", ["block", "fused"])
 def test_predicted_passes_take_as_long_on_the_simulated_clock(
-    model: ProfiledModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, level: Literal["block", "fused"]
+    model: ProfiledModel, monkeypatch: pytest.MonkeyPatch, level: Literal["block", "fused"]
 ) -> None:
-    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
     # The gain of fused groups is about the margin by which a plan must be faster than a simpler one.
     monkeypatch.setattr(planner, "compared", functools.partial(compared, margin=0.0))
     plan = solve_plan(model, PlanRequest(level=level)).plan

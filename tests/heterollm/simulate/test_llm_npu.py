@@ -14,13 +14,6 @@ from heterollm.solver import Plan, level_plan, with_shadows
 SMALL, PAPER = "qwen1.5-0.5b", "snapdragon-8gen3-paper"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
-        yield
-
-
 def case(name, **options):
     return SimulationRequest(
         SMALL, soc=PAPER, **({"prompt": 512, "decode": 0, "level": "layer", "techniques": (name,)} | options)

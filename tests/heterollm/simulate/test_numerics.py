@@ -13,13 +13,6 @@ TINY = Path(str(resources.files("heterollm.data.tiny_python_lm")))
 PROMPT = "def area(width, height):\n"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("numerics")))
-        yield
-
-
 def answer_of(device, plan):
     with LLM.load(TINY, device=device, plan=plan, context=256) as llm:
         result = llm.generate(PROMPT, max_new_tokens=16, ignore_eos=True)

@@ -14,7 +14,7 @@ from heterollm.benchmarks import modelled_row
 from heterollm.cli import main
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.sim import Simulation, clock_of, load_soc, soc_of
-from heterollm.kernels.sim.clock import SimulatedJob
+from heterollm.kernels.sim.jobs import SimulatedJob
 from heterollm.kernels.sim.soc.gpu_model import gpu_time, linear_work
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.profiler.records import Profile
@@ -26,13 +26,6 @@ from heterollm.solver.profile_overheads import overheads_of
 SMALL, OWN, PAPER = "llama-3.2-1b", "snapdragon-8gen3", "snapdragon-8gen3-paper"
 MAPPED = {"memory.fine_grained_svm": 0.0}
 BENCH = Path(__file__).resolve().parents[3] / "bench"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("own")))
-        yield
 
 
 def asked(**options):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -64,10 +62,7 @@ SPACES = KNOWN_MODELS["granite-4.0-h-micro"].config
         ),
     ],
 )
-def test_passes_take_as_long_as_predicted(
-    config: ModelConfig, groups: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path))
+def test_passes_take_as_long_as_predicted(config: ModelConfig, groups: set[str]) -> None:
     specs = op_specs(config, "w4a16", 128, True)
     profile = profile_of(open_device(SOC), "tested", config, specs, silent)
     model = ProfiledModel(profile, config, specs, "w4a16")

@@ -26,13 +26,6 @@ finally:
 DENSE, PAPER = "qwen1.5-0.5b", "snapdragon-8gen3-paper"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     path = tmp_path_factory.mktemp("small") / "config.json"

@@ -18,13 +18,6 @@ MODEL = "qwen1.5-0.5b"
 LITTLE_GPU = {"gpu.attention_tflops": 0.02}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
-        yield
-
-
 def case(techniques=("shadowattn",), **options):
     attention = {name: options.pop(name) for name in ("estimator", "pipeline") if name in options}
     changed = {"prompt": 4096, "decode": 0, "level": "gpu", "head_bits": 8, "overrides": LITTLE_GPU} | options

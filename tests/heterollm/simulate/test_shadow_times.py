@@ -28,13 +28,6 @@ KERNELS = {
 TOLERANCE = 0.02
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
-        yield
-
-
 def simulate(request):
     """Simulate chunks one after the other."""
     return simulated(request, plan_of=lambda inputs: structs.replace(make_plan(inputs).plan, schedule=None))

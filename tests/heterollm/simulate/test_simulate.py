@@ -22,13 +22,6 @@ from heterollm.simulate.request import PLAN_LEVELS
 SMALL, PAPER = "llama-3.2-1b", "snapdragon-8gen3-paper"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HETEROLLM_CACHE", str(tmp_path_factory.mktemp("simulated")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def results():
     """Each level once, of a small model."""

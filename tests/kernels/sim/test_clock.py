@@ -7,7 +7,7 @@ import pytest
 
 from heterollm.base import OptionError
 from heterollm.kernels.sim import GpuLoad, SimulatedClock
-from heterollm.kernels.sim.clock import ClockCosts, SimulatedJob
+from heterollm.kernels.sim.jobs import ClockCosts, SimulatedJob
 
 COSTS = ClockCosts(
     submit_us=15.0,

@@ -10,7 +10,7 @@ from heterollm.kernels.gpu import GpuWork
 from heterollm.kernels.npu import LinearShape, LinearShard
 from heterollm.kernels.ops import WeightFormat
 from heterollm.kernels.sim import GpuLoad, SimulatedClock, Simulation, clock_of, soc_names
-from heterollm.kernels.sim.clock import ClockCosts, SimulatedJob
+from heterollm.kernels.sim.jobs import ClockCosts, SimulatedJob
 from heterollm.kernels.sim.soc.gpu_model import gpu_time
 from heterollm.kernels.sim.soc.npu_model import NpuWork, npu_time
 from heterollm.kernels.sim.soc.parameters import load_soc
