@@ -80,11 +80,15 @@ class Conclusion:
         return found
 
     def turn(self, numbers: Sequence[float]) -> float | None:
-        """Return the first value at which the number is 1, on a line through two; None without one.
+        """Return the first value at which the number is 1, on a line through two.
+
+        None without one, and where the order is the paper's as modelled.
 
         Args:
             numbers: By swept value.
         """
+        if numbers[0] > 1.0:
+            return None
         values = [value for value in self.swept if not isinstance(value, str)]
         for at in range(1, len(values)):
             (low, high), (before, after) = values[at - 1 : at + 1], map(math.log, numbers[at - 1 : at + 1])

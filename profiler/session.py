@@ -42,6 +42,7 @@ from heterollm.profiler.measure import (
     power_sources,
     power_tasks,
     sparse_tasks,
+    step_tasks,
     sweep_tasks,
 )
 from heterollm.profiler.records import (
@@ -195,6 +196,8 @@ def profile_device(
             tasks, finer = [*tasks, *finer], []
         if options.characterise:
             tasks += sweep_tasks(device)
+        elif not options.quick:
+            tasks += step_tasks(device)
         if not options.quick:
             tasks += [*power_tasks(load, sources), *_copy_tasks(device)]
         left = options

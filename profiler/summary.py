@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from heterollm.base import ProfileError
-from heterollm.profiler.predict import Predictor
+from heterollm.profiler.predict import Predictor, grows_within_tiles
 from heterollm.profiler.records import (
     KIND_NAMES,
     BandwidthKey,
@@ -69,6 +69,7 @@ def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
     """
     splits = _splits(profile)
     scores, reason = _accuracy(profile) if accuracy else ((), "it was not asked for")
+    sweeps = tuple(_sweeps(profile))
     return ProfileSummary(
         device=profile.device,
         time_kind=profile.time_kind,
@@ -100,7 +101,8 @@ def summarize(profile: Profile, *, accuracy: bool = True) -> ProfileSummary:
         failures=tuple(_failures(profile.failures())),
         accuracy=scores,
         accuracy_reason=reason,
-        sweeps=tuple(_sweeps(profile)),
+        sweeps=sweeps,
+        grows_within_tiles=grows_within_tiles({row.point: row.cost_us for row in sweeps}),
         sparse=tuple(_sparse(profile)),
         experts=tuple(_experts(profile)),
     )

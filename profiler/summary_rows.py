@@ -272,6 +272,8 @@ class ProfileSummary:
         accuracy: Of every model on each processor.
         accuracy_reason: Reason why there is none; empty otherwise.
         sweeps: Stages, order of operands and effect of ``k`` on the NPU.
+        grows_within_tiles: Whether the NPU's times rise within a tile of 32 tokens, which predictions read;
+            None where nothing tells.
         sparse: Operators of sparse attention.
     """
 
@@ -293,6 +295,7 @@ class ProfileSummary:
     accuracy: tuple[AccuracyRow, ...]
     accuracy_reason: str
     sweeps: tuple[SweepRow, ...] = ()
+    grows_within_tiles: bool | None = None
     sparse: tuple[SparseRow, ...] = ()
     experts: tuple[ExpertsRow, ...] = ()
 

@@ -13,7 +13,7 @@ import what_if
 from rungs import RungRequest
 from simulated_rows import Simulated
 
-from tables.table import Lines, Row, last, rows_of, table
+from tables.table import Lines, Row, having, last, rows_of, table, values_of
 
 SOCS: Final = {"snapdragon-8gen3-paper": "paper", "snapdragon-8gen3": "own path"}
 
@@ -340,6 +340,29 @@ def unequal_heads() -> Lines:
             cells += [f"{one / 1e3:.2f}" for one in (row["ttft_ms"], row["prefill"]["attention_ms"])]
             cells.append(f"{row['prefill']['npu_idle_fraction']:.0%}")
         yield cells
+
+
+# -- profiles ------------------------------------------------------------------------------------------
+
+TIME_MODELS: Final = ("stage_linear", "tree", "interpolation", "boosted trees", "Gaussian process")
+
+
+@table(
+    "profile",
+    "regret by budget",
+    "simulated device, budget, s | spent, s | points of the NPU | "
+    + " | ".join(name.replace("_", "-") for name in TIME_MODELS),
+)
+def regret_by_budget() -> Lines:
+    """Yield regrets by device, budget and model of the NPU's times; a star for the model in use."""
+    rows = having("regret_by_budget")
+    for soc, budget in values_of(rows, "soc", "budget_s"):
+        own = [last(rows, soc=soc, budget_s=budget, npu_model=name) for name in TIME_MODELS]
+        cells = (
+            f"{row['regret']:.1%}, {row['unseen_regret']:.1%}{' *' if row['used'] else ''}" for row in own
+        )
+        budgeted = "`--quick`" if budget == "quick" else f"{budget}"
+        yield f"{soc}, {budgeted}", f"{own[0]['spent_s']:.0f}", f"{own[0]['npu_points']}", *cells
 
 
 # -- NPUMoE --------------------------------------------------------------------------------------------

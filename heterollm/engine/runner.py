@@ -310,7 +310,7 @@ class Engine:
                         return
                     yield from self._chunk(cache, position + first, tokens, phase, rows, last, within)
 
-    def _begins_again(self, cache: SessionState, position: int, first: int, error: Exception) -> bool:
+    def _begins_again(self, cache: SessionState, position: int, first: int, error: HeteroLLMError) -> bool:
         """Leave the NPU at token ``first`` of a prompt, and return whether the GPU computes all again."""
         again = first > 0 and self.plan.changes_values and cache.can_truncate(position)
         self._fall_back(error, position if again else position + first)

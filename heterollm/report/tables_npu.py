@@ -18,12 +18,19 @@ Curves: TypeAlias = Mapping[str, Mapping[int, float]]
 STAGE_TOKENS: Final = 32
 ORDERS: Final = ("weight_first", "activation_first")
 EMULATED_COST: Final = "CPU time of emulation"
+TILES: Final[Mapping[bool | None, str]] = {
+    None: "Too even to tell steps: predictions assume steps of 32 tokens.",
+    False: "Times move in steps of 32 tokens, as predictions assume.",
+    True: "Times rise within 32 tokens: predictions take the line between two multiples.",
+}
+"""Notes by what the lengths behind multiples of 32 show."""
+
 RISE: Final = 1.25
 """Ratio of a weight's cost to the least that counts as a rise."""
 
 
 def npu_sections(summary: ProfileSummary) -> Iterator[Section]:
-    """Yield the tables of ``profile --characterise``, or one note if nothing was measured."""
+    """Yield the tables of ``profile --characterise``, as far as they were measured."""
     if not summary.sweeps:
         note = "Not measured; `heterollm profile --update --characterise` measures them."
         yield Section("NPU: stages, order of operands and effect of k", notes=(note,))
@@ -31,11 +38,16 @@ def npu_sections(summary: ProfileSummary) -> Iterator[Section]:
     cost = EMULATED_COST if is_emulated(summary) else f"{summary.time_kind} time"
     unit = f"ms, {cost}"
     stages = stage_curves(summary)
-    yield _table(f"NPU: stages, {unit}", "tokens", stages, [_steps(*item) for item in stages.items()])
+    notes = [*(_steps(*item) for item in stages.items()), TILES[summary.grows_within_tiles]]
+    columns = column_curves(summary)
+    if not columns:
+        notes.append("`heterollm profile --update --characterise` measures the order of operands and k, too.")
+    yield _table(f"NPU: stages, {unit}", "tokens", stages, notes)
+    if not columns:
+        return
     ratios = order_ratios(summary)
     notes = ["Activation first (x·W) over weight first (W·x)."] if ratios else []
     yield _table("NPU: order of operands", "tokens", ratios, [*notes, *_missing(summary)])
-    columns = column_curves(summary)
     unit = f"ns for 1000 weights, {cost}"
     knees = [_knee(name, curve) for name, curve in columns.items() if "k-split" not in name]
     if summary.time_kind == "simulated":

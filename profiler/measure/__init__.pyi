@@ -30,6 +30,7 @@ from .sparse_cases import FUSED_HEADS as FUSED_HEADS
 from .sparse_cases import SPARSE_KEEPS as SPARSE_KEEPS
 from .sparse_cases import sparse_key as sparse_key
 from .sparse_layers import sparse_tasks as sparse_tasks
+from .sweeps import step_tasks as step_tasks
 from .sweeps import sweep_tasks as sweep_tasks
 from .task import Task as Task
 from .timing import Measurement as Measurement

@@ -4,12 +4,13 @@ Stages and order: one weight at lengths on and off the standard ones, with float
 and with 4-bit weights in their plain form. Effect of ``k``: weights of one size, from few inputs and many
 outputs to the contrary, plain and, where a form splits ``k``, as a k-split. Weights may come from a
 cache. On an emulator the CPU time of runs is measured, elsewhere runs are timed. The records are kept
-apart from those that plans read.
+apart from those that plans read; of all, predictions read whether times move in steps of a tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, cast
 
@@ -28,6 +29,10 @@ from heterollm.profiler.records import LinearPoint, Record, SweepKey
 
 STAGE: Final = "Stages, order and k"
 TOKENS: Final = (1, 4, 8, 16, 24, 31, 32, 33, 48, 63, 64, 65, 80, 96, 97, 112, 128)
+STEP_TOKENS: Final = (96, 97, 112, 128)
+"""Lengths that show whether time moves in steps of a tile: the ends of two, and two within the second. Fewer
+tokens wait for the weights."""
+
 ORDERS: Final[tuple[GraphForm, ...]] = ("weight_first", "activation_first")
 PACKED: Final = WeightFormat(4, 32)
 K_SPLIT: Final[GraphForm] = "k_chunked"
@@ -46,6 +51,22 @@ EMULATED_COLUMN_TOKENS: Final = (1, 32)
 EMULATED_RUNS: Final = 5
 RUNS: Final = 8
 STAGE_ROWS: Final = 32
+
+
+def step_tasks(device: Device) -> list[Task]:
+    """Return the work that shows whether times move in steps of a tile; none where the device has no NPU.
+
+    It takes seconds, and is left out where a budget is spent.
+    """
+    npu = device.npu
+    if npu is None:
+        return []
+    size = EMULATED_SIZE if npu.time_kind == "emulated" else SIZE
+    floats = WeightFormat(32 if npu.activation_dtype.itemsize == 4 else 16)
+    offered = ((weight, npu.forms(LinearShape(weight, size), 1)) for weight in (PACKED, floats))
+    weight, forms = next(((weight, forms) for weight, forms in offered if forms), (PACKED, ()))
+    keys = [_key(size, size, tokens, weight, form) for form in forms[:1] for tokens in STEP_TOKENS]
+    return [replace(_task(device, npu, keys), essential=False)] if keys else []
 
 
 def sweep_tasks(device: Device) -> list[Task]:

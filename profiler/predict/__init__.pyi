@@ -8,6 +8,7 @@ from .predictor import CANDIDATES as CANDIDATES
 from .predictor import Predictor as Predictor
 from .predictor import fitted_predictor as fitted_predictor
 from .predictor import profile_digest as profile_digest
+from .steps import grows_within_tiles as grows_within_tiles
 from .time_model import Prediction as Prediction
 from .validation import HIGH as HIGH
 from .validation import Score as Score

@@ -20,6 +20,7 @@ from typing import Final, get_args
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from heterollm.base import ProfileError, decode, decode_json, load_or_make, own_folder
 from heterollm.profiler.predict.interpolation import Interpolation
@@ -27,6 +28,7 @@ from heterollm.profiler.predict.neighbours import Neighbours
 from heterollm.profiler.predict.operators import LayerPredictor, OperatorModel
 from heterollm.profiler.predict.roofline import Roofline
 from heterollm.profiler.predict.stage_linear import StageLinear
+from heterollm.profiler.predict.steps import grows_within_tiles, sweep_costs
 from heterollm.profiler.predict.time_model import (
     Kind,
     Prediction,
@@ -50,7 +52,7 @@ from heterollm.profiler.records import (
 
 FIX: Final = "Run `heterollm profile`."
 
-PREDICTOR_VERSION: Final = 9
+PREDICTOR_VERSION: Final = 10
 """Raise when a fit of the same profile gives other models: kept ones are then fitted again."""
 
 CANDIDATES: Final[Mapping[Processor, tuple[type[ShapeModel], ...]]] = {
@@ -80,13 +82,16 @@ class ProcessorFit(Struct, frozen=True, forbid_unknown_fields=True):
     scores: tuple[Score, ...]
 
     @classmethod
-    def of(cls, processor: Processor, times: PointTimes, other: PointTimes) -> ProcessorFit:
+    def of(
+        cls, processor: Processor, times: PointTimes, other: PointTimes, *, continuous: bool = False
+    ) -> ProcessorFit:
         """Fit every model of a processor and keep the best one.
 
         Args:
             processor: The processor.
             times: Its measured times.
             other: Those of the other processor.
+            continuous: Whether times rise within a tile of tokens.
 
         Raises:
             ProfileError: There are too few.
@@ -102,9 +107,10 @@ class ProcessorFit(Struct, frozen=True, forbid_unknown_fields=True):
             if predicted := held_out_predictions(model, times):
                 scores.append(Score.of(name, processor, times, other, predicted))
         if not scores:
-            return cls(TimeModel.fit(CANDIDATES[processor][0], times), ())
+            return cls(replace(TimeModel.fit(CANDIDATES[processor][0], times), continuous=continuous), ())
         best = min(scores, key=lambda entry: entry.rank)
-        return cls(TimeModel.fit(models[best.model], times, best.spread), tuple(scores))
+        fitted = TimeModel.fit(models[best.model], times, best.spread)
+        return cls(replace(fitted, continuous=continuous), tuple(scores))
 
 
 class Fits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -180,11 +186,17 @@ class Predictor:
                 f"The profile of {profile.device} has no measured linear layer to predict others from.",
                 fix=FIX,
             )
+        continuous = {"gpu": False, "npu": bool(grows_within_tiles(sweep_costs(profile)))}
         fitted = (
             kept.processors
             if kept
             else {
-                processor: ProcessorFit.of(processor, own, times["npu" if processor == "gpu" else "gpu"])
+                processor: ProcessorFit.of(
+                    processor,
+                    own,
+                    times["npu" if processor == "gpu" else "gpu"],
+                    continuous=continuous[processor],
+                )
                 for processor, own in times.items()
                 if own
             }

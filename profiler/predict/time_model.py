@@ -14,9 +14,11 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Protocol, Self, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from heterollm.base import Amount, PositiveNumber, ProfileError
 from heterollm.profiler.measure import Measurement
+from heterollm.profiler.predict.curves import ARRAY
 from heterollm.profiler.predict.interpolation import Interpolation
 from heterollm.profiler.predict.roofline import Roofline
 from heterollm.profiler.predict.stage_linear import StageLinear
@@ -152,12 +154,14 @@ class TimeModel(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     Args:
         kinds: The fitted models, all of one class, with the hulls of the shards that they were fitted on.
         spread: Tenth and ninetieth percentile of measured over predicted time on shapes kept out of the fit.
+        continuous: Whether times rise from token to token within a tile; models assume steps of a tile.
     """
 
     kinds: Annotated[
         list[tuple[Kind, Hull, Interpolation | Roofline | StageLinear | Tree]], Meta(min_length=1)
     ]
     spread: tuple[PositiveNumber, PositiveNumber] = DEFAULT_SPREAD
+    continuous: bool = False
 
     @classmethod
     def fit(
@@ -213,7 +217,17 @@ class TimeModel(Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             held = self._by_kind[min(alike, key=lambda other: (*kind.unlikeness(other), other))]
         hull, model = held
         known = known and hull.near(_sizes(point))
-        return with_interval(model.estimate_us(point), self.spread, known=known, source=self.name)
+        return with_interval(self._estimate_us(model, point), self.spread, known=known, source=self.name)
+
+    def _estimate_us(self, model: ShapeModel, point: LinearPoint) -> float:
+        """Return the time of a shard, on a line between the ends of its tile where times have no steps."""
+        tile = point.tokens // ARRAY * ARRAY
+        if not self.continuous or tile in (0, point.tokens):
+            return model.estimate_us(point)
+        low_us, high_us = (
+            model.estimate_us(replace(point, tokens=tokens)) for tokens in (tile, tile + ARRAY)
+        )
+        return low_us + (high_us - low_us) * (point.tokens - tile) / ARRAY
 
 
 def _sizes(point: LinearPoint) -> Sizes:
