@@ -107,7 +107,9 @@ class LLM(LoadedModel):
                 thread.rest_when_idle(opened.power_switch)
             # Before weights are read: quantising a model that cannot run would waste time.
             report("Planning", 0, 1)
-            planned = PlannedModel.of(source, asked, opened, thread, context, cores.reason_for(opened))
+            planned = PlannedModel.of(
+                source, asked, opened, thread, context, cores.reason_for(opened), report
+            )
             drafting = planned_draft(planned, thread)
             report("Planning", 1, 1)
             weights, engine = planned.start(thread, report)

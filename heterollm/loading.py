@@ -153,6 +153,7 @@ class PlannedModel:
         thread: EngineThread,
         context: int,
         chosen: str = "",
+        report: Progress = silent,
     ) -> Self:
         """Plan a model, and check that the device runs the plan.
 
@@ -163,6 +164,7 @@ class PlannedModel:
             thread: The engine thread.
             context: Positions of a session.
             chosen: Why ``auto`` split the device's cores.
+            report: Called with the plans solved and their number where several are compared.
 
         Raises:
             HeteroLLMError: The device, plan or an option is unusable.
@@ -171,7 +173,7 @@ class PlannedModel:
         check_source_effects(asked, config)
         inputs = inputs_of_load(asked, config, context, device, chosen=chosen)
         check_precision(device, asked.precision, inputs.specs)
-        planned = thread.run(lambda: make_plan(inputs))
+        planned = thread.run(lambda: make_plan(inputs, report))
         plan = planned.plan
         check_kv_bits(asked.kv_bits, is_sparse=bool(plan.technique(PlannedAttention).sparse))
         budget = _expert_budget(asked, config, inputs.specs)
@@ -269,7 +271,7 @@ def plan_for(
 
 def _reported_plan(inputs: PlanInputs, report: Progress) -> Planned:
     report("Planning", 0, 1)
-    planned = make_plan(inputs)
+    planned = make_plan(inputs, report)
     report("Planning", 1, 1)
     return planned
 

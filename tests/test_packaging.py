@@ -26,7 +26,7 @@ HOMES = {
 }
 
 
-SOURCES = {*HOMES, "tests", "bench", "docs", ".ci", "pyproject.toml", "MANIFEST.in"}
+SOURCES = {*HOMES, "tests", "bench", "docs", "packaging", ".ci", "pyproject.toml", "MANIFEST.in"}
 SOURCES |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "mkdocs.yml"}
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 HARMLESS = re.compile("byte-compiling is disabled|no previously-included files matching")
@@ -78,7 +78,7 @@ def test_the_source_distribution_has_what_tests_and_docs_need(built: Path) -> No
     expected = {f"{folder}/{name}" for folder in HOMES for name in files_below(ROOT / folder)}
     expected |= {
         f"{folder}/{name}"
-        for folder in ("tests", "bench", "docs", ".ci")
+        for folder in ("tests", "bench", "docs", "packaging", ".ci")
         for name in files_below(ROOT / folder)
     }
     expected |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "mkdocs.yml", "pyproject.toml"}

@@ -12,6 +12,7 @@ import typer
 from heterollm.base import FAILED, PARTLY, OptionError
 from heterollm.cli.complete import PLANS
 from heterollm.cli.effects import given_options
+from heterollm.cli.load import fetch
 from heterollm.cli.options import (
     PRECISIONS,
     TECHNIQUES,
@@ -270,6 +271,7 @@ def _measured(options: BenchOptions, file: RowFile | None, *, profile_first: boo
     try:
         with signals_interrupt():
             if profile_first:
+                fetch(str(options.model))
                 for text in profile_splits(str(options.model), options.configurations):
                     report.show(report.note(text))
             with report.progress_bars() as progress:

@@ -70,6 +70,14 @@ class Commands(TyperGroup):
         with _endings():
             return super().invoke(ctx)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:  # noqa: ANN401 - of typer's own click
+        """Return commands and options, and models once a part of a name is typed."""
+        found: list[Any] = super().shell_complete(ctx, incomplete)
+        if not incomplete or incomplete.startswith("-"):
+            return found
+        model = next(param for param in self.commands["chat"].params if param.name == "model")
+        return [*found, *model.shell_complete(ctx, incomplete)]
+
 
 @contextlib.contextmanager
 def _endings() -> Iterator[None]:
@@ -155,7 +163,11 @@ def _program() -> Any:  # noqa: ANN401 - of typer's own click
 def _run(words: list[str], *, debug: bool, config: bool) -> int:
     from heterollm.base import check_stdout, quiet_libraries
 
-    with quiet_libraries(_note, debug=debug), cli_complete.whole_words():
+    with (
+        quiet_libraries(_note, debug=debug),
+        cli_complete.named_shell(words) as words,
+        cli_complete.whole_words(),
+    ):
         try:
             check_stdout()
             try:

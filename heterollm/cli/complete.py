@@ -6,10 +6,14 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 PLANS = ("auto", "gpu", "npu", "layer", "tensor", "block", "fused")
+SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+PROTOCOL = "_HETEROLLM_COMPLETE"
+"""Variable by which a shell's script asks the program."""
+
 WORD_BREAKS = ":="
 """Characters at which bash breaks words: it passes ``sim:sn`` as three, and completes only the last."""
 
@@ -79,12 +83,32 @@ def profiles(incomplete: str) -> list[str]:
 
 
 @contextlib.contextmanager
+def named_shell(words: Sequence[str]) -> Iterator[list[str]]:
+    """Make ``--show-completion SHELL`` print the script of that shell; yield the words that are left.
+
+    Without a name Typer takes the shell that runs.
+    """
+    named = list(words[:1]) == ["--show-completion"] and len(words) == 2 and words[1] in SHELLS
+    if not named:
+        yield list(words)
+        return
+    before = os.environ.get(PROTOCOL)
+    os.environ[PROTOCOL] = f"source_{words[1]}"
+    try:
+        yield []
+    finally:
+        os.environ.pop(PROTOCOL)
+        if before is not None:
+            os.environ[PROTOCOL] = before
+
+
+@contextlib.contextmanager
 def whole_words() -> Iterator[None]:
     """Join the words that bash broke at a colon, and offer only the text after the break.
 
     Other shells do not break words, nor does bash if its ``COMP_WORDBREAKS`` has no colon.
     """
-    begun = _join_words() if os.environ.get("_HETEROLLM_COMPLETE") == "complete_bash" else ""
+    begun = _join_words() if os.environ.get(PROTOCOL) == "complete_bash" else ""
     if not begun:
         yield
         return

@@ -67,12 +67,26 @@ def load_model(model: str, options: ModelOptions, run: RunOptions, *, trace: boo
     return llm
 
 
+def fetch(model: str) -> None:
+    """Fetch a hub's model with a bar, before a command of its own profiles it.
+
+    Raises:
+        CheckpointError: There is no such model.
+    """
+    from heterollm.model import checkpoint_folder
+    from heterollm.report import console as report
+
+    with report.progress_bars() as progress:
+        checkpoint_folder(model, progress=progress)
+
+
 def _profile_quickly(model: str, options: ModelOptions, run: RunOptions) -> None:
     """Measure what the device's profile lacks, each split of the cores in a process of its own."""
     from heterollm.benchmarks import Configuration, profile_splits
     from heterollm.kernels.threads import split_threads
     from heterollm.report import console as report
 
+    fetch(model)
     threads, weights = run.threads, options.weights
     named = threads.gpu_threads is not None or threads.npu_threads is not None
     split = split_threads(threads.gpu_threads, threads.npu_threads)

@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec import structs
 
-from heterollm.base import OptionError, PlanError
+from heterollm.base import OptionError, PlanError, Progress, silent
 from heterollm.planning.calibrated import check_shadows
 from heterollm.planning.inputs import PlanInputs
 from heterollm.planning.planned import Planned
@@ -33,8 +33,12 @@ UNPROFILED: Final = (
 )
 
 
-def make_plan(inputs: PlanInputs) -> Planned:
+def make_plan(inputs: PlanInputs, report: Progress = silent) -> Planned:
     """Return the plan of some inputs; called on the engine thread of an opened device.
+
+    Args:
+        inputs: All that the plan follows from.
+        report: Called with the plans solved and their number where several are compared.
 
     Raises:
         OptionError: The wanted plan is neither a level nor a file, or the level or the request is not legal.
@@ -45,7 +49,7 @@ def make_plan(inputs: PlanInputs) -> Planned:
     """
     wanted, found = inputs.wanted, None
     if isinstance(wanted, str) and wanted in ("auto", *SOLVED_LEVELS):
-        found = _solved(inputs)
+        found = _solved(inputs, report)
     elif isinstance(wanted, str) and wanted in LEVELS:
         found = _by_rule(inputs, wanted)
     else:
@@ -79,7 +83,7 @@ def read_plan(plan: str | Path | Plan) -> Plan:
     return Plan.load(path)
 
 
-def _solved(inputs: PlanInputs) -> Planned:
+def _solved(inputs: PlanInputs, report: Progress) -> Planned:
     """Return the solver's plan; without a profile ``auto`` is the rule of the GPU."""
     if inputs.model is None and inputs.wanted == "auto" and not inputs.request.techniques:
         return replace(_by_rule(inputs, "gpu"), notes=(UNPROFILED.format(inputs.device),))
@@ -90,7 +94,7 @@ def _solved(inputs: PlanInputs) -> Planned:
     model = inputs.profiled(
         f"The technique {techniques[0]}" if techniques else f"Plan level {inputs.wanted!r}"
     )
-    found = solve_plan(model, inputs.request, inputs.evidence, inputs.longest)
+    found = solve_plan(model, inputs.request, inputs.evidence, inputs.longest, report)
     if not inputs.chosen:
         return found
     own = found.notes[1:] if inputs.request.level == "auto" else found.notes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import structs
 
-from heterollm.base import GIB, OptionError, ProfileError
+from heterollm.base import GIB, OptionError, ProfileError, Progress, silent
 from heterollm.engine import HEAD_ROWS
 from heterollm.kernels.ops import ffn_specs
 from heterollm.planning.auto import Candidate, compared, predicted, rule_plans, weights_of, words
@@ -58,6 +58,7 @@ def solve_plan(
     request: PlanRequest,
     evidence: Evidence = NO_EVIDENCE,
     longest: int | None = None,
+    report: Progress = silent,
 ) -> Planned:
     """Return the plan of a model by a profile; it is solved once for equal inputs, and kept.
 
@@ -66,6 +67,7 @@ def solve_plan(
         request: Options of the plan.
         evidence: Facts of the model, by the techniques that are asked for.
         longest: Longest pass that attention and experts are placed for; None for the plan's.
+        report: Called with the plans solved and their number where techniques are compared.
 
     Raises:
         ProfileError: The profile lacks measurements that a plan, or the requested level, needs.
@@ -73,7 +75,7 @@ def solve_plan(
         PlanError: No processor can compute a group.
     """
     if BEST_TECHNIQUES in request.techniques:
-        return _best_of_techniques(model, request, evidence, longest)
+        return _best_of_techniques(model, request, evidence, longest, report)
     calibrated, routed = model.calibration is not None, "experts" in evidence
     check_technique(request, model.precision, request.level, calibrated=calibrated, routed=routed)
     _check_level(model, request)
@@ -113,24 +115,26 @@ def solve_plan(
 
 
 def _best_of_techniques(
-    model: ProfiledModel, request: PlanRequest, evidence: Evidence, longest: int | None
+    model: ProfiledModel, request: PlanRequest, evidence: Evidence, longest: int | None, report: Progress
 ) -> Planned:
     """Return the plan that is predicted to be fastest: the plain one, or one with techniques it can have."""
     weights = weights_of(request, () if model.limits is None else model.limits.standard_lengths)
     plain = solve_plan(model, structs.replace(request, techniques=()), NO_EVIDENCE, longest)
     plans: dict[tuple[Technique, ...], Planned] = {(): plain}
     notes: list[str] = []
-    for count in range(1, len(TECHNIQUES) + 1):
-        for names in itertools.combinations(TECHNIQUES, count):
-            own = {name: found for name, found in evidence.items() if TECHNIQUE_OPTIONS[name][0] in names}
-            try:
-                found = solve_plan(model, structs.replace(request, techniques=names), own, longest)
-            except OptionError:  # the weights, the calibration or the level cannot have them
-                continue
-            except ProfileError as error:
-                notes.append(f"{' and '.join(names)}: not compared. {error.message}")
-            else:
-                plans[names] = found
+    counts = range(1, len(TECHNIQUES) + 1)
+    every = [names for count in counts for names in itertools.combinations(TECHNIQUES, count)]
+    for done, names in enumerate(every, 1):
+        report("Planning", done, len(every) + 1)
+        own = {name: found for name, found in evidence.items() if TECHNIQUE_OPTIONS[name][0] in names}
+        try:
+            found = solve_plan(model, structs.replace(request, techniques=names), own, longest)
+        except OptionError:  # the weights, the calibration or the level cannot have them
+            continue
+        except ProfileError as error:
+            notes.append(f"{' and '.join(names)}: not compared. {error.message}")
+        else:
+            plans[names] = found
     candidates = {names: predicted(model, one.plan, weights) for names, one in plans.items()}
     if not candidates[()].known:
         return replace(plain, notes=(*notes, *plain.notes))

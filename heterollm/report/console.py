@@ -28,6 +28,7 @@ from heterollm.base import (
     Progress,
     format_bytes,
     format_duration,
+    silent,
     visible,
     write,
     write_json,
@@ -210,38 +211,48 @@ def progress_bars() -> Iterator[Progress]:
 
 
 class Waiting:
-    """A bar for the wait for the first of several items; it appears on a terminal and after a moment only.
+    """A bar for the wait for the first of several items, after a moment; lines where no terminal shows it.
 
     Args:
         stage: The name of the work.
     """
 
     def __init__(self, stage: str) -> None:
+        self._stage = stage
         self._bars = bars_with(TimeColumn())
         self._task = self._bars.add_task(stage, total=1)
+        self._lines: Progress = silent
 
-    @property
-    def progress(self) -> Progress | None:
-        """The callback by which the work reports its progress; None where nobody sees the bar."""
-        return None if self._bars.disable else self._report
+    def progress(self, _stage: str, done: int, total: int) -> None:
+        """Take the progress of the work."""
+        self._bars.update(self._task, completed=done, total=total)
+        self._lines(self._stage, done, total)
 
     def until_first(self, items: Iterable[T]) -> Iterator[T]:
         """Yield the items; the bar vanishes with the first."""
         rest = iter(items)
-        timer = threading.Timer(PATIENCE_S, self._bars.start)
-        timer.start()
-        try:
-            first = next(rest, None)
-        finally:
-            timer.cancel()
-            timer.join()
-            self._bars.stop()
+        first = self._first_with_lines(rest) if self._bars.disable else self._first_with_bar(rest)
         if first is not None:
             yield first
             yield from rest
 
-    def _report(self, _stage: str, done: int, total: int) -> None:
-        self._bars.update(self._task, completed=done, total=total)
+    def _first_with_lines(self, rest: Iterator[T]) -> T | None:
+        with stage_lines(lambda text: show(note(text))) as lines:
+            self._lines = lines
+            lines(self._stage, 0, 1)
+            first = next(rest, None)
+        self._lines = silent
+        return first
+
+    def _first_with_bar(self, rest: Iterator[T]) -> T | None:
+        timer = threading.Timer(PATIENCE_S, self._bars.start)
+        timer.start()
+        try:
+            return next(rest, None)
+        finally:
+            timer.cancel()
+            timer.join()
+            self._bars.stop()
 
 
 # -- errors and notes --------------------------------------------------------------------------------

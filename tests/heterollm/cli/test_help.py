@@ -134,6 +134,37 @@ def test_shells_complete_commands_options_and_values(complete, run, monkeypatch,
     assert "heterollm" in out
 
 
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shells_complete_models(complete, shell, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "hub" / "models--me--tiny").mkdir(parents=True)
+    assert "me/tiny" in complete(shell, "heterollm chat", "me/")
+    assert "qwen3-0.6b" in complete(shell, "heterollm chat", "qwen3")
+    assert "qwen3-0.6b" in complete(shell, "heterollm", "qwen3")
+    assert "tiny-python-lm" in complete(shell, "heterollm", "tiny-p")
+    assert "qwen" not in complete(shell, "heterollm", "--")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_named_shell_s_script_is_shown(run, complete, shell):
+    code, out, err = run("--show-completion", shell)
+    assert (code, err) == (0, "")
+    assert "heterollm" in out
+    assert {"bash": "COMPREPLY", "zsh": "#compdef", "fish": "complete --command"}.get(shell, "") in out
+    assert run("--version")[1].startswith("heterollm ")  # the answer to the next call is its own
+
+
+def test_completion_imports_nothing_heavy():
+    program = "import os, sys; from heterollm.cli import main; main(); print([*sys.modules], file=sys.stderr)"
+    asked = SHELLS["bash"]("heterollm chat", "qwen3") | {"_HETEROLLM_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | asked, capture_output=True, text=True, check=True
+    )
+    assert "qwen3-0.6b" in done.stdout
+    heavy = ("numpy", "onnx", "onnxruntime", "huggingface_hub", "tokenizers", "jinja2", "rich")
+    assert not [name for name in heavy if f"'{name}'" in done.stderr]
+
+
 @pytest.fixture
 def bash(run, monkeypatch, tmp_path):
     """Ask bash itself, with its words: it cuts lines at colons and equal signs."""

@@ -46,7 +46,10 @@ def test_the_fastest_techniques_are_chosen_and_none_where_none_gains(precision, 
     prompts = {64: 1.0, 512: 1.0, 2048: 1.0}
     request = PlanRequest(context=CONTEXT, level="tensor", techniques=("auto",), histogram=prompts)
     heads = assumed_heads(model.config, request.attention)
-    found = solve_plan(model, request, {"attention": heads})
+    seen = []
+    found = solve_plan(model, request, {"attention": heads}, None, lambda *step: seen.append(step))
+    assert seen == [("Planning", done, len(seen) + 1) for done in range(1, len(seen) + 1)]
+    assert len(seen) > 2
     chosen = found.plan.request.techniques
     assert "auto" not in chosen
     assert expected is None or chosen == expected

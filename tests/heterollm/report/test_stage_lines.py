@@ -18,6 +18,21 @@ with progress_bars() as progress:
     time.sleep(1)
 """
 
+WAITING = """
+import time
+from heterollm.report import stage_lines
+from heterollm.report.console import Waiting
+stage_lines.LINE_S = 0.2
+waiting = Waiting("Reading the prompt")
+def tokens():
+    waiting.progress("prefill", 3, 4)
+    time.sleep(1)
+    yield 1
+    time.sleep(0.5)
+    yield 2
+assert list(waiting.until_first(tokens())) == [1, 2]
+"""
+
 
 def test_each_stage_says_where_it_is_every_ten_seconds():
     now = [0.0]
@@ -41,10 +56,13 @@ def test_each_stage_says_where_it_is_every_ten_seconds():
     assert lines.due() is None  # between two stages
 
 
-def test_a_silent_stage_prints_lines_into_a_pipe():
-    done = subprocess.run([sys.executable, "-P", "-c", SLOW], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize(
+    ("program", "line"), [(SLOW, "Quantising weights: 25% after"), (WAITING, "Reading the prompt: 75% after")]
+)
+def test_a_silent_stage_prints_lines_into_a_pipe(program, line):
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "Quantising weights: 25% after" in done.stderr
+    assert line in done.stderr
     assert done.stdout == ""
 
 
