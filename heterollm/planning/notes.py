@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from heterollm.profiler.records import Profile
 
 IN_ORDER: Final = (
-    "Chunks of prompts run one after the other: neither sparse attention nor experts on the NPU are combined "
-    "with several at once."
+    "Chunks of prompts run one after the other: sparse attention, and attention or experts on the NPU, do "
+    "not combine with several at once."
 )
 
 NAMED: Final = 2

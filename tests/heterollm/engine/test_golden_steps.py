@@ -20,7 +20,14 @@ from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import FfnRanges, LinearRanges, StaticRanges
 from heterollm.kernels.ops import Group, OpSpec, Phase, Precision, ffn_specs, joined_specs
 from heterollm.kernels.sim import Simulation
-from heterollm.model import KNOWN_MODELS, ModelConfig, ModelWeights, expert_specs, op_specs, shape_only_weights
+from heterollm.model import (
+    KNOWN_MODELS,
+    ModelConfig,
+    ModelWeights,
+    expert_specs,
+    op_specs,
+    shape_only_weights,
+)
 from heterollm.model.blocks import MixtureBlock
 from heterollm.model.layout import expected_tensors
 from heterollm.solver import (
