@@ -71,7 +71,6 @@ from .slices import Budget as Budget
 from .slices import Slices as Slices
 from .slices import pass_weights as pass_weights
 from .solve import Solver as Solver
-from .sparse.attention import AttentionEntry as AttentionEntry
 from .sparse.attention import AttentionRequest as AttentionRequest
 from .sparse.attention import Estimator as Estimator
 from .sparse.attention import NpuAttention as NpuAttention

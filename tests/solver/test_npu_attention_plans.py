@@ -9,7 +9,6 @@ import pytest
 from heterollm.kernels.npu import AttentionShard, graph_tensors
 from heterollm.kernels.ops import GraphMemory
 from heterollm.solver import (
-    AttentionEntry,
     NpuAttention,
     Plan,
     PlannedAttention,
@@ -20,7 +19,7 @@ from heterollm.solver import (
     score_tokens,
 )
 from heterollm.solver.predict import PredictedPass
-from heterollm.solver.sparse.attention import DENSE_ATTENTION
+from heterollm.solver.sparse.attention import DENSE_ATTENTION, AttentionEntry
 from heterollm.solver.sparse.attention_times import npu_attention_us, with_attention_time
 
 CONTEXT, CHUNK, LAYERS = 4096, 1024, 3

@@ -123,9 +123,10 @@ def _record(
 
 
 def _fits(model: ProfiledModel, plan: Plan, request: PlanRequest, record: PlannedAttention) -> bool:
-    """Return whether the NPU's memory holds the graphs of attention beside those of a plan.
+    """Return whether the graphs of attention fit the NPU's memory beside those of a plan.
 
-    If it does not hold even those, it opens the graphs of each pass anew, and the largest one must have room.
+    An NPU whose memory is too small even for those opens those of each pass again: then the largest pass
+    must fit.
     """
     bound = model.profile.addressable_bytes if request.npu_gib is None else int(request.npu_gib * GIB)
     if bound is None:

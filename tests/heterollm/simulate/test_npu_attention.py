@@ -120,11 +120,9 @@ def test_a_prompt_on_the_npu_alone_has_its_attention_there():
 @pytest.mark.slow
 def test_a_mixture_has_its_experts_and_its_attention_on_the_npu():
     """The operator split of NPUMoE: what is dense on the NPU, routing on the GPU."""
-    found = simulate(
-        SimulationRequest(
-            "phi-tiny-moe", prompt=CONTEXT, decode=0, level="tensor", techniques=("npumoe", "npu-attention")
-        )
-    )
+    large = {"npu.address_space_gib": 0.0, "memory.available_gib": 0.0}
+    asked = {"prompt": CONTEXT, "decode": 0, "level": "tensor", "overrides": large}
+    found = simulate(SimulationRequest("olmoe-1b-7b", techniques=("npumoe", "npu-attention"), **asked))
     assert found.plan.technique(PlannedAttention).on_npu
     assert found.experts.npu_rows > 0
 
