@@ -30,6 +30,7 @@ from heterollm.profiler.measure import (
     ReferenceOperators,
     SharedLoad,
     Task,
+    attention_tasks,
     bandwidth_tasks,
     code_of,
     copy_costs,
@@ -85,6 +86,7 @@ class SessionOptions(ProfileOptions):
         tune: Whether to search the parameters of GPU kernels first.
         sparse_attention: Whether to measure sparse attention, too: ``shadowattn`` needs it.
         expert_graphs: Whether to measure the NPU's graphs of experts, too: ``npumoe`` needs them.
+        attention_graphs: Whether to measure attention on the NPU, too: ``npu-attention`` needs it.
     """
 
     quick: bool = False
@@ -92,6 +94,7 @@ class SessionOptions(ProfileOptions):
     characterise: bool = False
     sparse_attention: bool = False
     expert_graphs: bool = False
+    attention_graphs: bool = False
 
     @classmethod
     def of(
@@ -104,10 +107,11 @@ class SessionOptions(ProfileOptions):
         characterise: bool = False,
         sparse_attention: bool = False,
         expert_graphs: bool = False,
+        attention_graphs: bool = False,
     ) -> SessionOptions:
         """Return options; ``quick`` lowers the budget and leaves tuning out."""
         budget_s = budget_of(budget_s, quick=quick)
-        also = sparse_attention, expert_graphs
+        also = sparse_attention, expert_graphs, attention_graphs
         return cls(budget_s, update, quick, tune and not quick, characterise, *also)
 
 
@@ -252,11 +256,13 @@ def essential_work(device: Device, shapes: Sequence[ModelShape], options: Sessio
 def _operator_tasks(device: Device, shapes: Sequence[ModelShape], options: SessionOptions) -> list[Task]:
     """Return the tasks of all operators but the linear ones."""
     quick, sparse = options.quick, options.sparse_attention
+    on_npu = options.attention_graphs and device.npu is not None
     tasks = [
-        *layer_tasks(device, shapes, quick=quick, sparse=sparse),
+        *layer_tasks(device, shapes, quick=quick, sparse=sparse, on_npu=on_npu),
         *expert_tasks(device, shapes, quick=quick, graphs=options.expert_graphs),
     ]
-    return [*tasks, *(sparse_tasks(device, shapes, quick=quick) if sparse else ())]
+    tasks += sparse_tasks(device, shapes, quick=quick) if sparse else ()
+    return [*tasks, *(attention_tasks(device, shapes, quick=quick) if on_npu else ())]
 
 
 def _temporary_graphs(device: Device) -> contextlib.AbstractContextManager[None]:

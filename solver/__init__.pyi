@@ -1,6 +1,7 @@
 from .candidates import NpuLimits as NpuLimits
 from .chain import Choice as Choice
 from .check import check_plan as check_plan
+from .check import pass_sizes as pass_sizes
 from .chunks import CHUNK_LENGTH as CHUNK_LENGTH
 from .chunks import default_chunk_length as default_chunk_length
 from .costs import CachedCosts as CachedCosts
@@ -49,6 +50,7 @@ from .profile_overheads import power_of as power_of
 from .prompts import relative_time as relative_time
 from .request import BEST_TECHNIQUES as BEST_TECHNIQUES
 from .request import LLM_NPU as LLM_NPU
+from .request import NPU_ATTENTION as NPU_ATTENTION
 from .request import NPU_EXPERTS as NPU_EXPERTS
 from .request import SHADOW_ATTENTION as SHADOW_ATTENTION
 from .request import SOLVED_LEVELS as SOLVED_LEVELS
@@ -69,7 +71,6 @@ from .slices import Budget as Budget
 from .slices import Slices as Slices
 from .slices import pass_weights as pass_weights
 from .solve import Solver as Solver
-from .sparse.attention import AttentionEntry as AttentionEntry
 from .sparse.attention import AttentionRequest as AttentionRequest
 from .sparse.attention import Estimator as Estimator
 from .sparse.attention import NpuAttention as NpuAttention
@@ -79,6 +80,7 @@ from .sparse.attention_costs import ProfileAttentionCosts as ProfileAttentionCos
 from .sparse.attention_times import break_even as break_even
 from .sparse.keep import HeadNeeds as HeadNeeds
 from .sparse.keep import keep_ratios as keep_ratios
+from .sparse.npu_plan import plan_npu_attention as plan_npu_attention
 from .sparse.plan import AttentionHeads as AttentionHeads
 from .sparse.plan import plan_attention as plan_attention
 from .standard_lengths import choose_lengths as choose_lengths

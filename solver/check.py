@@ -9,12 +9,13 @@ from msgspec.structs import replace
 
 from heterollm.base import PlanError, format_bytes
 from heterollm.kernels.npu import FfnShape, GraphShape, LinearShape, NpuBackend, fits_domains, graph_memory
-from heterollm.kernels.ops import Activation, OpSpec, Phase, joined_specs
+from heterollm.kernels.ops import Activation, GraphMemory, OpSpec, Phase, joined_specs
 from heterollm.model import kinds_of_specs
 from heterollm.solver.contexts import context_sizes
 from heterollm.solver.ffn import split_alignment
 from heterollm.solver.placements import Placement
 from heterollm.solver.plan import Plan
+from heterollm.solver.sparse.attention import PlannedAttention
 from heterollm.solver.techniques.record import PlanTarget
 
 
@@ -49,6 +50,11 @@ def check_plan(
     if plan.schedule is not None:
         flights = replace(plan.of_flights, techniques=())
         check_plan(flights, specs, npu, longest=longest, head_rows=head_rows, activation=activation)
+        if plan.technique(PlannedAttention).on_npu:
+            raise PlanError(
+                "Attention on the NPU and several chunks in flight are not combined.",
+                fix="Leave the plan's schedule or its attention out.",
+            )
     for record in plan.techniques:
         record.check(PlanTarget(specs, npu, activation, heads or (0, 0)))
     _check_address_space(plan, specs, npu, head_rows)
@@ -79,25 +85,41 @@ def check_plan(
                         _check_on_npu(placement, spec, length, npu, activation)
 
 
+def pass_sizes(
+    plan: Plan, specs: Sequence[OpSpec], memory: GraphMemory, phase: Phase, tokens: int, head_rows: int
+) -> list[int]:
+    """Return the bytes of the contexts of the NPU's graphs of one pass.
+
+    Args:
+        plan: The plan.
+        specs: Every group of the model, and the experts of a mixture.
+        memory: How they count.
+        phase: Phase of the pass.
+        tokens: Its tokens.
+        head_rows: Most rows of the head.
+    """
+    linears = [spec for spec in specs if spec.experts is None]
+    graphs = (
+        (spec, placement.npu_rows, set(placement.npu_lengths))
+        for spec, placement in plan.operators(phase, tokens, linears, rows=min(tokens, head_rows))
+        if placement.npu_lengths
+    )
+    records = plan.techniques if phase == "prefill" else ()
+    return context_sizes(graphs, memory, sum(one.npu_bytes(specs, memory, tokens) for one in records))
+
+
 def _check_address_space(plan: Plan, specs: Sequence[OpSpec], npu: NpuBackend | None, head_rows: int) -> None:
     """Refuse a pass whose NPU graphs cannot be open together; graphs of other passes may be closed."""
     if npu is None or npu.addressable_bytes is None:
         return
     domain_bytes = npu.domain_bytes or npu.addressable_bytes
-    memory, linears = graph_memory(npu), [spec for spec in specs if spec.experts is None]
+    memory = graph_memory(npu)
     for phase in get_args(Phase):
         entries = [entry for entry in plan.entries if entry.phase == phase]
         records = plan.techniques if phase == "prefill" else ()
         added = (entry for record in records for entry in record.entries)
         for length in _decisive_lengths((*entries, *added), plan.chunk_length):
-            rows = min(length, head_rows)
-            graphs = (
-                (spec, placement.npu_rows, set(placement.npu_lengths))
-                for spec, placement in plan.operators(phase, length, linears, rows=rows)
-                if placement.npu_lengths
-            )
-            others = sum(record.npu_bytes(specs, memory, length) for record in records)
-            sizes = context_sizes(graphs, memory, others)
+            sizes = pass_sizes(plan, specs, memory, phase, length, head_rows)
             if not fits_domains(sizes, npu.addressable_bytes, domain_bytes):
                 parts = ""
                 if npu.addressable_bytes > domain_bytes:

@@ -85,7 +85,7 @@ class PredictedPass:
         kinds: The kinds of layers.
         head: The head; None where the pass computes no logits.
         time_us: Time of the layers and the head.
-        scores_us: Time of the NPU's estimates of scores in all layers, where attention is sparse.
+        scores_us: Time of the NPU in attention of all layers: its estimates of scores, or its attention.
         experts_us: Mean time of a mixture of experts, over the layers that have one; 0 without.
         experts_npu_us: Time of the NPU's graphs of experts in all layers.
     """

@@ -34,7 +34,7 @@ from heterollm.solver.experts.times import expert_times
 from heterollm.solver.profile_errors import ProfileErrors
 from heterollm.solver.profile_overheads import best_strategy, graph_start_us, median_us, overheads_of
 from heterollm.solver.shadows import GroupShadow
-from heterollm.solver.sparse.costs import SparseTimes, sparse_times
+from heterollm.solver.sparse.costs import SparseTimes, attention_graph_us, sparse_times
 
 DECODE_POSITION: Final = 256
 """Default position of a decoded token: attention reads the tokens before it."""
@@ -203,6 +203,24 @@ class ProfileCosts:
             keys: Keys that are estimated, those of the pass included.
         """
         return sparse_times(self._predictor, self._shape, tokens, keys)
+
+    def npu_attention_us(self, tokens: int, keys: int) -> float | None:
+        """Return the time of a layer's attention on the NPU; None if the profile has no measurement of it.
+
+        It holds the graph, the kernel that writes its inputs, and the hand-overs to the graph and behind it.
+
+        Args:
+            tokens: Tokens of the graph, its padding included.
+            keys: Keys of the graph.
+        """
+        graph_us = attention_graph_us(self._predictor, self._shape, tokens, keys)
+        if graph_us is None:
+            return None
+        shape, over = self._shape, self.overheads
+        inputs_us = self._layer_us("attention_inputs", tokens, position=max(0, keys - tokens))
+        values = 2 * (shape.heads * tokens + shape.kv_heads * keys) * shape.head_dim
+        handed_us = over.hand_over_us + 2 * over.mapping_us(values) + over.return_us + over.refill_us
+        return inputs_us + handed_us + graph_us
 
     def dense_attention_us(self, tokens: int, keys: int) -> float:
         """Return the time of a layer's dense attention; 0 if the profile lacks it.

@@ -22,9 +22,10 @@ SOLVED_LEVELS: Final[tuple[SolvedLevel, ...]] = get_args(SolvedLevel)
 RequestedLevel: TypeAlias = Literal["auto"] | SolvedLevel
 """A level of the solver, or ``auto``: the fastest of them, as far as the profile has times of the ffn."""
 
-NamedTechnique: TypeAlias = Literal["llm.npu", "shadowattn", "npumoe"]
+NamedTechnique: TypeAlias = Literal["llm.npu", "shadowattn", "npumoe", "npu-attention"]
 """Techniques of a paper over a plan: llm.npu's chunks out of order with outliers of the activations on the
-GPU, over weights of precision ``w8a8``; shadowAttn's sparse attention; NPUMoE's experts of a mixture."""
+GPU, over weights of precision ``w8a8``; shadowAttn's sparse attention; NPUMoE's experts of a mixture, and its
+attention on the NPU, for any model."""
 
 Technique: TypeAlias = NamedTechnique | Literal["auto"]
 """A technique, or ``auto``: those, or none, with which the plan is predicted to be fastest."""
@@ -32,6 +33,7 @@ Technique: TypeAlias = NamedTechnique | Literal["auto"]
 LLM_NPU: Final = "llm.npu"
 SHADOW_ATTENTION: Final = "shadowattn"
 NPU_EXPERTS: Final = "npumoe"
+NPU_ATTENTION: Final = "npu-attention"
 BEST_TECHNIQUES: Final = "auto"
 TECHNIQUES: Final[tuple[NamedTechnique, ...]] = get_args(NamedTechnique)
 
@@ -78,7 +80,7 @@ def check_in_flight(given: InFlight) -> None:
 
 
 def check_techniques(given: Sequence[Technique]) -> None:
-    """Refuse names that are no technique, a name twice or beside ``auto``, and llm.npu together with NPUMoE.
+    """Refuse names that are no technique, a name twice or beside ``auto``, and two that do not combine.
 
     Raises:
         OptionError: There is no such technique, it is there twice, or two do not combine.
@@ -99,6 +101,11 @@ def check_techniques(given: Sequence[Technique]) -> None:
             f"The techniques {', '.join(given)} do not combine: the chunks of llm.npu take turns on the NPU.",
             fix=f"Choose one; {SHADOW_ATTENTION} goes with both.",
         )
+    if {SHADOW_ATTENTION, NPU_ATTENTION}.issubset(given):
+        raise OptionError(
+            f"The techniques {', '.join(given)} do not combine: both say how layers attend.",
+            fix="Choose one.",
+        )
 
 
 class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,8 +122,8 @@ class PlanRequest(Struct, frozen=True, forbid_unknown_fields=True):
             for the histogram. None uses all lengths of the device.
         level: Level of the solver.
         in_flight: Chunks of a long prompt at once, or ``auto``.
-        techniques: Techniques of papers over the plan: ``llm.npu`` or ``npumoe``, and ``shadowattn``; or
-            ``auto``.
+        techniques: Techniques of papers over the plan: ``llm.npu`` or ``npumoe``, and ``shadowattn`` or
+            ``npu-attention``; or ``auto``.
         attention: Options of ``shadowattn``.
         experts: Options of ``npumoe``.
 

@@ -24,6 +24,7 @@ from heterollm.planning import LOAD_EFFECTS, LOAD_OPTIONS, LoadKeywords, LoadOpt
 from heterollm.solver import (
     LENGTH_POLICIES,
     LLM_NPU,
+    NPU_ATTENTION,
     NPU_EXPERTS,
     SHADOW_ATTENTION,
     TECHNIQUES,
@@ -256,7 +257,8 @@ def expand(
     policies apply to ``npu`` and ``layer`` only, the default split of the cores to all levels but ``auto``,
     syncs to levels that use the NPU (``operator`` to all), a calibration to integers on the NPU and to
     ``shadowattn``, ``llm.npu`` to ``auto`` and ``tensor`` at ``w8a8``, ``shadowattn`` to all levels at
-    ``w8a8`` and stepped ``w4a16``, ``npumoe`` to all levels but ``gpu`` (``none`` is no technique), and none
+    ``w8a8`` and stepped ``w4a16``, ``npumoe`` and
+    ``npu-attention`` to all levels but ``gpu`` (``none`` is no technique), and none
     of them to other engines. Levels that need an NPU skip splits without one.
 
     Args:
@@ -295,7 +297,7 @@ def expand(
             f"No configuration has the technique {', '.join(techniques)}.",
             fix="Give --calibration FILE. llm.npu needs --plan auto or tensor, --precision w8a8 and "
             f"an NPU thread; {SHADOW_ATTENTION} needs a level, and --precision w8a8 or --scales stepped; "
-            "npumoe needs a level other than gpu, and an NPU thread.",
+            "npumoe and npu-attention need a level other than gpu, and an NPU thread.",
         )
     own = [LoadOptions(**one.load_keywords) for one in unique if one.engine == "self"]
     refuse_idle(() if own else (FOREIGN,), given, given)
@@ -355,7 +357,7 @@ def _own(one: Configuration, *, is_split: bool) -> Configuration | None:
     routed = technique == NPU_EXPERTS
     if technique == SHADOW_ATTENTION:
         passable = calibrated and level in LEVEL_NAMES
-    elif routed:
+    elif routed or technique == NPU_ATTENTION:
         passable = uses_npu and level in LEVEL_NAMES
     else:
         passable = technique == LLM_NPU and uses_npu and int8 and level in LLM_NPU_LEVELS

@@ -107,7 +107,7 @@ class ConfigurationOptions:
         OverflowOption,
         several(
             "--technique",
-            help="none, llm.npu, shadowattn, npumoe.",
+            help="none, llm.npu, shadowattn, npumoe, npu-attention.",
             names=("none", *TECHNIQUES),
         ),
     ] = ("none",)

@@ -135,7 +135,7 @@ InFlightOption = Annotated[
         parser=chunk_count,
     ),
 ]
-TechniqueChoice: TypeAlias = Literal["llm.npu", "shadowattn", "npumoe", "auto"]
+TechniqueChoice: TypeAlias = Literal["llm.npu", "shadowattn", "npumoe", "npu-attention", "auto"]
 TECHNIQUES: tuple[TechniqueChoice, ...] = get_args(TechniqueChoice)[:-1]
 TechniqueOption = Annotated[
     Sequence[TechniqueChoice],
@@ -143,7 +143,8 @@ TechniqueOption = Annotated[
         "--technique",
         help="llm.npu: chunks out of order, see docs/llm-npu.md; shadowattn: sparse attention in prompts, "
         "see docs/shadow-attention.md; npumoe: a mixture's experts on the NPU, see "
-        "docs/mixture-of-experts.md; auto: those, or none, with which the plan is predicted to be fastest.",
+        "docs/mixture-of-experts.md; npu-attention: attention of prompts on the NPU, see "
+        "docs/how-the-split-works.md; auto: those, or none, with which the plan is predicted to be fastest.",
         names=get_args(TechniqueChoice),
     ),
 ]

@@ -114,11 +114,12 @@ class EffortOptions:
         ),
     ] = False
     techniques: Annotated[
-        Sequence[Literal["shadowattn", "npumoe"]],
+        Sequence[Literal["shadowattn", "npumoe", "npu-attention"]],
         several(
             "--technique",
-            help="Measure for a technique, too: attention for shadowattn, experts' graphs for npumoe.",
-            names=("shadowattn", "npumoe"),
+            help="Measure for a technique, too: attention for shadowattn, its graphs for npu-attention, "
+            "experts' graphs for npumoe.",
+            names=("shadowattn", "npumoe", "npu-attention"),
             metavar="NAME",
         ),
     ] = ()
@@ -156,6 +157,7 @@ def profile(
         characterise=effort.characterise,
         sparse_attention="shadowattn" in effort.techniques,
         expert_graphs="npumoe" in effort.techniques,
+        attention_graphs="npu-attention" in effort.techniques,
     )
     profiling = ProfilingSession(
         opened.device,

@@ -40,7 +40,10 @@ commands = command_group()
 
 LEVELS: Final = cli_complete.PLANS[1:]
 
-TECHNIQUE_SETS: Final = ("none", *TECHNIQUES, "llm.npu+shadowattn", "npumoe+shadowattn")
+TECHNIQUE_SETS: Final = (
+    *("none", *TECHNIQUES),
+    *("llm.npu+shadowattn", "npumoe+shadowattn", "llm.npu+npu-attention", "npumoe+npu-attention"),
+)
 """Techniques of a case, as the option takes them."""
 
 GRID_EFFECTS: Final = (
@@ -143,7 +146,7 @@ class CaseOptions:
         several(
             "--technique",
             help="none; llm.npu: see docs/llm-npu.md; shadowattn: see docs/shadow-attention.md; npumoe: see "
-            "docs/mixture-of-experts.md; llm.npu+shadowattn, npumoe+shadowattn: both.",
+            "docs/mixture-of-experts.md; npu-attention: attention of prompts on the NPU; with +: both.",
             names=TECHNIQUE_SETS,
         ),
     ] = ("none",)

@@ -11,6 +11,7 @@ from heterollm.doctor.contexts import context_cases
 from heterollm.doctor.experts import expert_cases
 from heterollm.doctor.layers import gpu_layer_cases
 from heterollm.doctor.linears import gpu_linear_cases, npu_cases
+from heterollm.doctor.npu_attention import attention_cases
 from heterollm.doctor.power import power_cases
 from heterollm.doctor.scores import score_cases
 from heterollm.doctor.sparse import sparse_cases
@@ -29,7 +30,7 @@ def device_cases(device: Device) -> list[DoctorCase]:
     cases = [*gpu_linear_cases(device), *gpu_layer_cases(device), *sparse_cases(device)]
     if device.npu is not None:
         npu = device.npu
-        cases += [*npu_cases(device, npu), *expert_cases(npu), *score_cases(npu)]
+        cases += [*npu_cases(device, npu), *expert_cases(npu), *score_cases(npu), *attention_cases(npu)]
     return [*cases, *context_cases(device), *flag_cases(device), *power_cases(device)]
 
 

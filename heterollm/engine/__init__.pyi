@@ -10,6 +10,9 @@ from .memory import MemoryNeed as MemoryNeed
 from .memory import available_bytes as available_bytes
 from .memory import check_memory as check_memory
 from .memory import return_freed_memory as return_freed_memory
+from .npu_attention.limits import attention_obstacle as attention_obstacle
+from .npu_attention.limits import keys_limit as keys_limit
+from .npu_attention.slots import attention_graphs as attention_graphs
 from .npu_shards import PlannedGraph as PlannedGraph
 from .npu_shards import context_graphs as context_graphs
 from .npu_shards import planned_contexts as planned_contexts

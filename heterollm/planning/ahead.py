@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from heterollm.base import (
 )
 from heterollm.engine import (
     PlannedGraph,
+    attention_graphs,
     check_runs,
     context_graphs,
     planned_contexts,
@@ -46,7 +47,7 @@ from heterollm.kernels.npu import (
     GraphKeeper,
     GraphShard,
     QnnNpu,
-    ScoresShard,
+    SharedShard,
     StaticRanges,
     WeightShard,
     chosen_context_layers,
@@ -73,12 +74,16 @@ SPARE_BYTES: Final = 64 * MIB
 """Room left free on the disk."""
 
 
+_SharedGraph: TypeAlias = tuple[str, int, SharedShard, int]
+"""Operator, tokens, shard and length of a graph that layers share."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupBuild:
     """Build times of the graphs of one group at one length, or of all that share contexts, over all layers.
 
     Args:
-        group: The group, or all of a context; ``scores`` are those of sparse attention, which layers share.
+        group: The group, or all of a context; layers share ``scores`` of sparse attention and ``attention``.
         lengths: Tokens of each graph, or of each of its experts.
         graphs: Number of graphs.
         contexts: Number of context binaries that hold them.
@@ -307,13 +312,14 @@ def build_graphs(
     every = dict.fromkeys(planned_graphs(plan, (*weights.specs, *weights.experts), ranges))
     # Capacities of experts are no lengths of prompts.
     graphs = [graph for graph in every if wanted is None or graph.length in wanted or graph.experts]
-    members = weights.config.attention.heads // weights.config.attention.kv_heads
-    scores = [
-        graph
-        for graph in score_graphs(weights.config, plan, context)
-        if wanted is None or graph[1] // members in wanted
+    config, heads = weights.config, weights.config.attention
+    members = heads.heads // heads.kv_heads
+    shared: list[_SharedGraph] = [
+        *(("scores", rows // members, own, rows) for own, rows in score_graphs(config, plan, context)),
+        *(("attention", rows, own, rows) for own, rows in attention_graphs(config, plan, context)),
     ]
-    if not (graphs or scores):
+    shared = [graph for graph in shared if wanted is None or graph[1] in wanted]
+    if not (graphs or shared):
         return ()
     contexts = planned_contexts(graphs, layers)
     shard_of = functools.partial(planned_shard, weights, ranges)
@@ -322,8 +328,8 @@ def build_graphs(
     files = contexts
     if not keeper.graphs_by_length:
         files = list({replace(context[0], length=1): context for context in contexts}.values())
-    _check_disk(keeper, files, shard_of, len(scores), folder or make_own_folder(GRAPHS_FOLDER))
-    return (*_build(keeper, contexts, shard_of, report), *_build_scores(keeper, scores, members, report))
+    _check_disk(keeper, files, shard_of, len(shared), folder or make_own_folder(GRAPHS_FOLDER))
+    return (*_build(keeper, contexts, shard_of, report), *_build_shared(keeper, shared, report))
 
 
 def _profile(path: str | Path | None) -> Profile | None:
@@ -377,15 +383,15 @@ def _check_disk(
     npu: GraphKeeper,
     contexts: Sequence[tuple[PlannedGraph, ...]],
     shard_of: Callable[[PlannedGraph], WeightShard],
-    scores: int,
+    shared: int,
     folder: Path,
 ) -> None:
-    """Refuse builds that the disk cannot hold, with so many graphs of scores.
+    """Refuse builds that the disk cannot hold, with so many graphs that layers share.
 
     Raises:
         CacheError: It cannot; the message has the needed and the free bytes.
     """
-    needed_bytes, count = SPARE_BYTES + scores * GRAPH_BYTES, scores
+    needed_bytes, count = SPARE_BYTES + shared * GRAPH_BYTES, shared
     for context in contexts:
         first = context[0]
         stored_bytes = npu.stored_bytes(shard_of(first), first.length, first.form)
@@ -432,18 +438,16 @@ def _build(
     report("Compiling NPU graphs", total_bytes, total_bytes)
 
 
-def _build_scores(
-    npu: GraphKeeper, graphs: Sequence[tuple[ScoresShard, int]], members: int, report: Progress
-) -> Iterator[GroupBuild]:
-    """Build graphs of scores, and yield the builds of each length."""
-    built: dict[int, list[tuple[int, BuiltGraph, float]]] = {}
-    for done, (shard, rows) in enumerate(graphs):
-        report("Compiling graphs of scores", done, len(graphs))
-        built.setdefault(rows // members, []).append((1, *_timed(npu, shard, rows)))
-    for tokens, own in sorted(built.items()):
-        yield _counted("scores", (tokens,), own)
+def _build_shared(npu: GraphKeeper, graphs: Sequence[_SharedGraph], report: Progress) -> Iterator[GroupBuild]:
+    """Build graphs that layers share, and yield the builds of each operator and length."""
+    built: dict[tuple[str, int], list[tuple[int, BuiltGraph, float]]] = {}
+    for done, (operator, tokens, shard, rows) in enumerate(graphs):
+        report("Compiling graphs of attention", done, len(graphs))
+        built.setdefault((operator, tokens), []).append((1, *_timed(npu, shard, rows)))
+    for (operator, tokens), own in sorted(built.items()):
+        yield _counted(operator, (tokens,), own)
     if graphs:
-        report("Compiling graphs of scores", len(graphs), len(graphs))
+        report("Compiling graphs of attention", len(graphs), len(graphs))
 
 
 def _timed(

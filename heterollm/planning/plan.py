@@ -16,6 +16,7 @@ from heterollm.planning.techniques.llm_npu import fastest_in_flight
 from heterollm.planning.techniques.registry import technique_notes, with_techniques
 from heterollm.solver import (
     LEVELS,
+    NPU_ATTENTION,
     SOLVED_LEVELS,
     PhaseSync,
     Plan,
@@ -131,7 +132,7 @@ def _by_rule(inputs: PlanInputs, level: PlanLevel) -> Planned:
     if plan.uses_npu:
         calibration = inputs.calibration if plan.has_integer_forms else None
         plan = structs.replace(plan, sync=_waits(inputs), calibration=calibration)
-    if not inputs.evidence:
+    if not inputs.evidence and NPU_ATTENTION not in request.techniques:
         return Planned(plan)
     model = inputs.profiled(f"The technique {request.techniques[0]}")
     plan = with_techniques(model, plan, request, inputs.evidence)

@@ -26,6 +26,7 @@ from heterollm.planning.techniques.llm_npu import (
     llm_npu_plan,
     request_of_solver,
 )
+from heterollm.planning.techniques.npu_attention import missing_bytes
 from heterollm.planning.techniques.registry import Evidence, with_techniques
 from heterollm.solver import (
     BEST_TECHNIQUES,
@@ -107,7 +108,7 @@ def solve_plan(
         chunk_length = min(plan.chunk_length, longest or plan.chunk_length)
         return with_techniques(model, structs.replace(plan, chunk_length=chunk_length), request, evidence)
 
-    plan = kept_plan(plan_path(model.profile, inputs), lambda: _fitting(model, request, solver, add))
+    plan = kept_plan(plan_path(model.profile, inputs), lambda: _with_room(model, request, solver, add))
     notes = plan_notes(model, plan, request)
     if request.level == "auto":
         notes = (words(_candidates(model, request, plan, solver)), *notes)
@@ -124,8 +125,11 @@ def _best_of_techniques(
     notes: list[str] = []
     counts = range(1, len(TECHNIQUES) + 1)
     every = [names for count in counts for names in itertools.combinations(TECHNIQUES, count)]
+    unknown: set[Technique] = set()
     for done, names in enumerate(every, 1):
         report("Planning", done, len(every) + 1)
+        if unknown.intersection(names):
+            continue
         own = {name: found for name, found in evidence.items() if TECHNIQUE_OPTIONS[name][0] in names}
         try:
             found = solve_plan(model, structs.replace(request, techniques=names), own, longest)
@@ -133,6 +137,7 @@ def _best_of_techniques(
             continue
         except ProfileError as error:
             notes.append(f"{' and '.join(names)}: not compared. {error.message}")
+            unknown.update(names)
         else:
             plans[names] = found
     candidates = {names: predicted(model, one.plan, weights) for names, one in plans.items()}
@@ -189,6 +194,20 @@ def solver_of(model: ProfiledModel, request: PlanRequest) -> Solver:
         head_rows=HEAD_ROWS,
         level="tensor" if request.level == "tensor" or not model.has_ffn else "block",
     )
+
+
+def _with_room(
+    model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]
+) -> Plan:
+    """Return a plan whose linear layers leave attention on the NPU some memory, if that is faster."""
+    plan, limit = _fitting(model, request, solver, add), solver.budget.npu_bytes
+    missing = missing_bytes(model, plan, request)
+    if not missing or limit is None:
+        return plan
+    budget = replace(solver.budget, npu_bytes=max(0, limit - missing))
+    other = _fitting(model, request, replace(solver, budget=budget), add)
+    weights = weights_of(request, () if model.limits is None else model.limits.standard_lengths)
+    return compared([predicted(model, one, weights) for one in (plan, other)], weights)[0][1].plan
 
 
 def _fitting(model: ProfiledModel, request: PlanRequest, solver: Solver, add: Callable[[Plan], Plan]) -> Plan:

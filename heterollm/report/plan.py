@@ -15,7 +15,7 @@ from heterollm.kernels.ops import FOLDED_COLUMNS, joined_specs
 from heterollm.planning import profile_words
 from heterollm.report.console import table
 from heterollm.report.plan_experts import experts_report
-from heterollm.solver import SHADOW_ATTENTION, PlannedAttention, break_even, describe
+from heterollm.solver import NPU_ATTENTION, SHADOW_ATTENTION, PlannedAttention, break_even, describe
 
 if TYPE_CHECKING:
     from heterollm.kernels.ops import Phase
@@ -72,7 +72,7 @@ def plan_report(planned: Planned, prompts: Sequence[int], decode: int, *, explai
         parts.append(slices_table(model, plan))
     if explain and plan.schedule is not None:
         parts.append(flights_table(model, plan, plan.schedule))
-    if plan.request is not None and SHADOW_ATTENTION in plan.request.techniques:
+    if plan.request is not None and {SHADOW_ATTENTION, NPU_ATTENTION}.intersection(plan.request.techniques):
         if plan.technique(PlannedAttention).is_active:
             parts.append(Text(attention_words(model, plan)))
         if explain:
@@ -171,13 +171,14 @@ def bubbles_table(model: ProfiledModel, plan: Plan, prompts: Sequence[int]) -> T
 
 
 def attention_words(model: ProfiledModel, plan: Plan) -> str:
-    """Return a sentence about where the attention of prompts is sparse."""
-    entries = plan.technique(PlannedAttention).entries
+    """Return a sentence about where the attention of prompts is sparse, or on the NPU."""
+    planned = plan.technique(PlannedAttention)
+    entries, kind = planned.entries, "on the NPU" if planned.on_npu else "sparse"
     layers = {layer for entry in entries for layer in range(entry.layers[0], entry.layers[1] + 1)}
     least = min(entry.keys[0] for entry in entries)
     return (
-        f"Attention of prompts is sparse in {len(layers)} of {model.config.layers} layers from {least} "
-        "tokens of a session on, where it is predicted to pay; decode is dense."
+        f"Attention of prompts is {kind} in {len(layers)} of {model.config.layers} layers from {least} "
+        "tokens of a session on, where it is predicted to pay; decode is dense, on the GPU."
     )
 
 
@@ -186,13 +187,13 @@ def attention_table(model: ProfiledModel, plan: Plan, context: int) -> Table:
     title = "Attention of all layers in the longest passes, predicted"
     columns = (
         *(">session after it", ">tokens of the pass", ">sparse layers"),
-        *("estimated by", ">dense ms", ">planned ms"),
+        *("estimated by", ">layers on the NPU", ">dense ms", ">planned ms"),
     )
     made = table(*columns, title=title)
     for one in break_even(plan, model.attention_costs, model.config.layers, context):
         times = (f"{time_us / 1e3:.2f}" for time_us in (one.dense_us, one.planned_us))
         by = ", ".join(one.estimators).upper()
-        made.add_row(str(one.keys), str(one.tokens), str(one.sparse_layers), by, *times)
+        made.add_row(str(one.keys), str(one.tokens), str(one.sparse_layers), by, str(one.npu_layers), *times)
     return made
 
 

@@ -13,7 +13,7 @@ from heterollm.benchmarks import RIGHT, table_of
 from heterollm.report.console import section_table, table
 from heterollm.report.plan import sharing_words
 from heterollm.simulate import beside_public
-from heterollm.solver import LLM_NPU, SHADOW_ATTENTION, PlannedAttention
+from heterollm.solver import LLM_NPU, NPU_ATTENTION, SHADOW_ATTENTION, PlannedAttention
 
 if TYPE_CHECKING:
     from heterollm.benchmarks import BenchRow
@@ -177,6 +177,10 @@ def _assumed(result: SimulationResult) -> str:
         words += f" Assumed: {heads}; they keep {request.attention.keep:.0%} of the keys in the mean."
         if not result.plan.technique(PlannedAttention).is_active:
             words += " Attention stays dense: sparse attention pays at no length."
+    if NPU_ATTENTION in request.techniques:
+        is_on_npu = result.plan.technique(PlannedAttention).on_npu
+        words += " Times of attention on the NPU follow from rates of its other graphs."
+        words += "" if is_on_npu else " The GPU attends: the NPU gains too little, or has no memory left."
     if LLM_NPU not in request.techniques:
         return words
     words += (

@@ -208,7 +208,7 @@ def _layers(summary: ProfileSummary) -> Section:
 
 
 def _sparse(summary: ProfileSummary) -> Iterator[Section]:
-    """Yield the times of sparse attention, if there are any."""
+    """Yield the times of sparse attention, and of attention on the NPU, if there are any."""
     _, tokens = _token_columns(row.tokens for row in summary.sparse)
     lines: dict[tuple[str, str, str, int], dict[int, str]] = defaultdict(dict)
     for row in summary.sparse:
@@ -222,8 +222,10 @@ def _sparse(summary: ProfileSummary) -> Iterator[Section]:
     )
     if rows:
         heads_row = ("operator", "size", ">kept", ">keys", *(f">{count}" for count in tokens))
-        note = "Columns are tokens. One launch each: scores on the NPU, the others on the GPU."
-        yield Section("Sparse attention", heads_row, rows, (note,))
+        note = (
+            "Columns are tokens. One launch each: scores and attention graph on the NPU, the rest on the GPU."
+        )
+        yield Section("Sparse attention, and attention on the NPU", heads_row, rows, (note,))
 
 
 def _experts(summary: ProfileSummary) -> Iterator[Section]:

@@ -17,6 +17,7 @@ from heterollm.simulate.routing import IMBALANCE, AssumedRouting
 from heterollm.solver import (
     LEVELS,
     LLM_NPU,
+    NPU_ATTENTION,
     NPU_EXPERTS,
     SHADOW_ATTENTION,
     SOLVED_LEVELS,
@@ -84,7 +85,7 @@ def inputs_of_simulation(
         device.standard_lengths,
         profile,
         calibration=ASSUMED
-        if request.calibrated or request.techniques or request.precision == "w8a8"
+        if request.calibrated or {*request.techniques} - {NPU_ATTENTION} or request.precision == "w8a8"
         else None,
         shadows=assumed_shadows(specs, request),
         evidence={name: own for name, own in evidence.items() if own is not None},

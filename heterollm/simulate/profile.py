@@ -13,7 +13,7 @@ from heterollm.kernels.sim import SIMULATED
 from heterollm.model import ModelConfig, shape_of_specs
 from heterollm.profiler import SessionOptions, profile_device, profile_for
 from heterollm.profiler.records import Profile
-from heterollm.solver import NPU_EXPERTS, SHADOW_ATTENTION, Technique
+from heterollm.solver import NPU_ATTENTION, NPU_EXPERTS, SHADOW_ATTENTION, Technique
 
 
 def profile_of(
@@ -43,7 +43,7 @@ def profile_of(
     measuring = [source_hash(f"heterollm.{name}", (".py",)) for name in ("profiler.measure", "kernels.sim")]
     made_by = (shape.specs, kernel_source_hash(), *measuring)
     key = hashlib.sha256(repr(made_by).encode()).hexdigest()[:16]
-    measured = [name for name in (SHADOW_ATTENTION, NPU_EXPERTS) if name in techniques]
+    measured = [name for name in (SHADOW_ATTENTION, NPU_EXPERTS, NPU_ATTENTION) if name in techniques]
     words = " ".join((model, *measured, LABEL, device.name.removeprefix(SIMULATED)))
     path = own_folder("profiles") / LABEL / f"{cache_name(words, device.fingerprint() + key)}.json"
     # Parallel cases that lack the same profile would each measure it; the profile's own lock is for a write.
@@ -56,5 +56,6 @@ def profile_of(
             update=True,
             sparse_attention=SHADOW_ATTENTION in measured,
             expert_graphs=NPU_EXPERTS in measured,
+            attention_graphs=NPU_ATTENTION in measured,
         )
         return profile_device(device, [shape], options, path=path, progress=progress)[0]

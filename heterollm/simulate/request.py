@@ -15,6 +15,7 @@ from heterollm.kernels.sim import GpuLoad, load_soc
 from heterollm.solver import (
     BEST_TECHNIQUES,
     LLM_NPU,
+    NPU_ATTENTION,
     NPU_EXPERTS,
     AttentionRequest,
     ExpertsRequest,
@@ -78,7 +79,7 @@ class SimulationRequest:
             that the plan may use integer graphs: an assumption, since nothing is computed.
         techniques: Techniques of papers: llm.npu over levels ``layer`` and ``tensor``, with weights of
             precision ``w8a8`` and assumed ranges; ``shadowattn`` over any level, with assumed heads;
-            NPUMoE over levels that use the NPU, with assumed loads.
+            NPUMoE over levels that use the NPU, with assumed loads; ``npu-attention`` over such levels.
         attention: Options of ``shadowattn``.
         experts: Options of ``npumoe``.
         imbalance: Of a mixture, the assumed largest load of an expert over the mean one; None for
@@ -149,7 +150,7 @@ class SimulationRequest:
                 "A simulation assumes the calibration of a technique by its name, and auto names none.",
                 fix="Name techniques, and simulate each.",
             )
-        if self.numerics and (self.techniques or self.calibrated):
+        if self.numerics and ({*self.techniques} - {NPU_ATTENTION} or self.calibrated):
             raise OptionError(
                 "With numerics no calibration is assumed, and techniques need one.",
                 fix="Leave out one of them, or run `heterollm generate --device sim:SOC --calibration FILE`.",
@@ -159,9 +160,11 @@ class SimulationRequest:
                 f"The technique {self.techniques[0]} has its own number of chunks in flight.",
                 fix="Leave out --in-flight.",
             )
-        if NPU_EXPERTS in self.techniques and self.level == "gpu":
+        for name, placed in ((NPU_EXPERTS, "experts"), (NPU_ATTENTION, "attention")):
+            if name not in self.techniques or self.level != "gpu":
+                continue
             raise OptionError(
-                f"The technique {NPU_EXPERTS} places experts on the NPU.",
+                f"The technique {name} places {placed} on the NPU.",
                 fix="Choose another level than gpu.",
             )
         if LLM_NPU in self.techniques and self.level not in ("layer", "tensor"):

@@ -35,6 +35,7 @@ from .stepped_scales import row_steps as row_steps
 from .tensor_scale import TENSOR_VERSION as TENSOR_VERSION
 from .tensor_scale import largest_weight as largest_weight
 from .tensor_scale import scale_of_largest as scale_of_largest
+from .tolerances import ATTENTION_NMSE as ATTENTION_NMSE
 from .tolerances import LINEAR_NMSE as LINEAR_NMSE
 from .tolerances import SINGLE_FACTOR as SINGLE_FACTOR
 from .tolerances import ComputeType as ComputeType

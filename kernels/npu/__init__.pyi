@@ -40,6 +40,7 @@ from .shapes import FfnShape as FfnShape
 from .shapes import GraphShape as GraphShape
 from .shapes import LinearShape as LinearShape
 from .shapes import ScoresShape as ScoresShape
+from .shards import ATTENTION_CONTEXT_BYTES as ATTENTION_CONTEXT_BYTES
 from .shards import RANGE_KEYS as RANGE_KEYS
 from .shards import AttentionShard as AttentionShard
 from .shards import ExpertsShard as ExpertsShard
@@ -50,6 +51,7 @@ from .shards import LinearShard as LinearShard
 from .shards import NpuShard as NpuShard
 from .shards import ScoresShard as ScoresShard
 from .shards import ShardKey as ShardKey
+from .shards import SharedShard as SharedShard
 from .shards import StreamNorm as StreamNorm
 from .shards import WeightShard as WeightShard
 from .shared_memory import SharingEdges as SharingEdges

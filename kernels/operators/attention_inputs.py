@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,8 +37,14 @@ from heterollm.kernels.operators.attention_work import visible
 from heterollm.kernels.operators.data import Data
 from heterollm.kernels.operators.operator import (
     Exact,
+    Form,
+    ModelSizes,
     OperatorCheck,
+    OperatorSizes,
+    Point,
+    Scope,
     StepCategory,
+    Timed,
     Values,
 )
 
@@ -209,6 +215,22 @@ _HEADS: Final = HeadShape(heads=4, kv_heads=2, head_dim=32, capacity=700)
 CHECKS: Final = tuple(
     OperatorCheck("attention inputs", _SEEN, AttentionInputsCase(37, 611, _HEADS, (64, 672)), name)
     for name in ("graph queries", "graph keys", "graph values", "limits")
+)
+
+
+def _points(timed: Timed, model: ModelSizes, scope: Scope) -> Iterator[tuple[Form, OperatorSizes]]:
+    for tokens, keys in scope.sparse if scope.on_npu else ():
+        yield Form(), timed.sizes(model, tokens, keys - tokens)
+
+
+def _measured(at: Point) -> AttentionInputsCase:
+    tokens, keys, _, heads, kv_heads, head_dim = at.sizes
+    shape = HeadShape(heads, kv_heads, head_dim, at.capacity)
+    return AttentionInputsCase(tokens, keys - tokens, shape, (tokens, keys))
+
+
+ATTENTION_INPUTS: Final = Timed(
+    forms={Form(): "attention_inputs"}, case=_measured, has_heads=True, reads_cache=True, points=_points
 )
 
 

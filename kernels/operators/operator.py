@@ -141,7 +141,8 @@ class Scope(NamedTuple):
         head_tokens: Rows of the head.
         positions: Tokens of the session before the pass.
         coded: Groups of the model that have integer graphs.
-        sparse: Tokens and keys of passes with sparse attention.
+        sparse: Tokens and keys of passes with sparse attention, or with attention on the NPU.
+        on_npu: Whether to measure attention on the NPU at these sizes.
     """
 
     tokens: tuple[int, ...]
@@ -149,6 +150,7 @@ class Scope(NamedTuple):
     positions: tuple[int, ...]
     coded: tuple[OpSpec, ...]
     sparse: tuple[tuple[int, int], ...]
+    on_npu: bool = False
 
     @property
     def layer(self) -> tuple[OpSpec, ...]:

@@ -1,3 +1,4 @@
+from .attention_graphs import attention_tasks as attention_tasks
 from .bandwidth import SharedLoad as SharedLoad
 from .bandwidth import bandwidth_tasks as bandwidth_tasks
 from .builds import BuildPace as BuildPace
@@ -27,6 +28,7 @@ from .power import power_tasks as power_tasks
 from .simulated_power import simulated_meters as simulated_meters
 from .simulated_power import usage_between as usage_between
 from .sparse_cases import FUSED_HEADS as FUSED_HEADS
+from .sparse_cases import NPU_OPERATORS as NPU_OPERATORS
 from .sparse_cases import SPARSE_KEEPS as SPARSE_KEEPS
 from .sparse_cases import sparse_key as sparse_key
 from .sparse_layers import sparse_tasks as sparse_tasks

@@ -104,7 +104,7 @@ class LayerCase:
 
 
 def layer_cases(
-    device: Device, shape: ModelShape, *, quick: bool, sparse: bool = False
+    device: Device, shape: ModelShape, *, quick: bool, sparse: bool = False, on_npu: bool = False
 ) -> Iterator[LayerCase]:
     """Yield every operator of a model at the sizes to measure.
 
@@ -113,13 +113,15 @@ def layer_cases(
         shape: The model.
         quick: Whether to yield only sizes that every plan needs.
         sparse: Whether to yield attention at the sizes of sparse attention, too.
+        on_npu: Whether to yield it at these sizes with the inputs of the NPU's graphs.
     """
     scope = Scope(
         tokens=QUICK_TOKENS if quick else TOKENS,
         head_tokens=(1,) if quick else (1, HEAD_TOKENS),
         positions=POSITIONS[:: 2 if quick else 1],
         coded=tuple(spec for spec in shape.specs if _has_integer_graphs(device, spec)),
-        sparse=sparse_sizes(quick=quick) if sparse else (),
+        sparse=sparse_sizes(quick=quick) if sparse or on_npu else (),
+        on_npu=on_npu,
     )
     spared = {size for size in scope.sparse if size not in ESSENTIAL_SIZES}
     usual = {(tokens, position + tokens) for tokens in scope.tokens for position in scope.positions}
@@ -130,7 +132,12 @@ def layer_cases(
 
 
 def layer_tasks(
-    device: Device, shapes: Iterable[ModelShape], *, quick: bool = False, sparse: bool = False
+    device: Device,
+    shapes: Iterable[ModelShape],
+    *,
+    quick: bool = False,
+    sparse: bool = False,
+    on_npu: bool = False,
 ) -> list[Task]:
     """Return the tasks that measure the operators of some models, each size once.
 
@@ -139,11 +146,12 @@ def layer_tasks(
         shapes: The models.
         quick: Whether to measure only two sizes of each, which every plan needs.
         sparse: Whether to measure attention at the sizes of sparse attention, too.
+        on_npu: Whether to measure it at these sizes with the inputs of the NPU's graphs.
     """
     cases: dict[Key, LayerCase] = {}
     for shape in shapes:
         for own in shape.by_heads:
-            for case in layer_cases(device, own, quick=quick, sparse=sparse):
+            for case in layer_cases(device, own, quick=quick, sparse=sparse, on_npu=on_npu):
                 cases.setdefault(case.key, case)
     longest = (case.sizes.context for case in cases.values() if case.timed.reads_cache)
     bench = _LayerBench(device, max(POSITIONS[-1] + TOKENS[-1], *longest))

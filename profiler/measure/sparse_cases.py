@@ -10,6 +10,7 @@ from heterollm.model import ModelShape
 from heterollm.profiler.measure.linears import code_of
 from heterollm.profiler.records import SparseKey, SparseOperator
 
+NPU_OPERATORS: Final = ("scores", "attention_graph")
 FUSED_HEADS: Final = (1, 2, 4)
 """Key heads that one graph estimates (shadowAttn, section 3.4)."""
 
@@ -53,7 +54,7 @@ def sparse_key(
         keep: Share of the positions that is kept, for ``selection`` and ``sparse_attention``.
     """
     group = shape.heads // shape.kv_heads
-    code = code_of("npu" if operator == "scores" else "gpu")
+    code = code_of("npu" if operator in NPU_OPERATORS else "gpu")
     return SparseKey(operator, tokens, keys, heads, group, shape.head_dim, keep, code)
 
 

@@ -155,6 +155,8 @@ def _sparse_terms(key: SparseKey) -> tuple[float, ...]:
             return 1.0, 0.0, seen, float(heads)
         case "sparse_attention":
             return 1.0, values, key.keep * seen * key.head_dim, float(heads)
+        case "attention_graph":
+            return 1.0, values + heads * key.keys * key.head_dim, values * key.keys, float(heads)
         case _:  # no mask spares an estimate anything
             return 1.0, 0.0, values * key.keys, float(heads)
 

@@ -27,9 +27,11 @@ ContentionBound = Literal["compute", "memory", "spill"]
 """The bound of a load; ``spill`` is that of an NPU with rows too long for its on-chip memory."""
 
 
-SparseOperator = Literal["score_codes", "scores", "score_estimate", "selection", "sparse_attention"]
+SparseOperator = Literal[
+    "score_codes", "scores", "score_estimate", "selection", "sparse_attention", "attention_graph"
+]
 """Operators of sparse attention: codes of queries and keys, their scores on the NPU or on the GPU, the keys
-that each block of queries keeps, and attention to these."""
+that each block of queries keeps, and attention to these; and dense attention in one graph on the NPU."""
 
 
 ExpertsOperator = Literal["graph", "products", "moves"]
@@ -195,7 +197,7 @@ class SparseKey(Struct, frozen=True, order=True, cache_hash=True, forbid_unknown
     """The time of an operator of sparse attention, for the last tokens of ``keys`` positions.
 
     Args:
-        operator: Its name; ``scores`` runs on the NPU, the others on the GPU.
+        operator: Its name; ``scores`` and ``attention_graph`` run on the NPU, the others on the GPU.
         tokens: Tokens of the pass.
         keys: Positions that are estimated, those of the pass included.
         heads: Key heads of the launch.

@@ -6,14 +6,17 @@ one; decode is dense.
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Final, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 
 from heterollm.base import Amount, Count, OptionError, PlanError, Positive
 from heterollm.kernels.formats import BucketCount
-from heterollm.kernels.npu import AttentionShape
-from heterollm.solver.standard_lengths import LEAST_KEYS, LEAST_SCORE_TOKENS, score_keys
+from heterollm.kernels.npu import ATTENTION_CONTEXT_BYTES, RANGE_KEYS, AttentionShape
+from heterollm.kernels.ops import GraphMemory, OpSpec
+from heterollm.solver.standard_lengths import LEAST_KEYS, LEAST_SCORE_TOKENS, score_keys, score_tokens
 from heterollm.solver.techniques.record import PlanTarget, TechniqueRecord
 
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
@@ -237,6 +240,42 @@ class PlannedAttention(TechniqueRecord, frozen=True):
             return set()
         changes = (border for entry in self.entries for border in (entry.keys[0] - 1, entry.keys[1]))
         return {min(border, context) for border in (*changes, *score_keys(context), context)} - {0}
+
+    def npu_graphs(self, context: int, longest: int | None = None) -> tuple[tuple[int, int], ...]:
+        """Return the graphs of attention that some pass may run, by their tokens and keys, once each.
+
+        Args:
+            context: Positions of a session.
+            longest: Longest pass; None for that of the entries.
+        """
+        found: dict[tuple[int, int], None] = {}
+        standard = score_keys(context)
+        for entry in self.entries:
+            least, most = entry.lengths[0], min(entry.lengths[1], longest or entry.lengths[1])
+            if not isinstance(entry.placement, NpuAttention) or least > most or entry.keys[0] > context:
+                continue
+            first, last = (bisect.bisect_left(standard, min(keys, context)) for keys in entry.keys)
+            tokens, longest_tokens = score_tokens(least), score_tokens(most)
+            while tokens <= longest_tokens:
+                # A session is at least as long as its last pass.
+                found |= {(tokens, keys): None for keys in standard[first : last + 1] if 2 * keys > tokens}
+                tokens *= 2
+        return tuple(found)
+
+    def npu_bytes(self, specs: Sequence[OpSpec], memory: GraphMemory, tokens: int | None = None) -> int:
+        """Return the bytes of all graphs of attention, or of a pass's largest, with inputs and outputs."""
+        item_bytes = memory.activation_bytes
+        if not (item_bytes and self.on_npu):
+            return 0
+        columns = next(spec.columns for spec in specs if spec.group == "o")
+        cached = next(spec.member_rows[1] for spec in specs if spec.group == "qkv")  # those of k
+        own = [
+            ATTENTION_CONTEXT_BYTES * -(-keys // RANGE_KEYS)
+            + item_bytes * (2 * length * columns + 2 * keys * cached + -(-keys // RANGE_KEYS) * length)
+            for length, keys in self.npu_graphs(max(entry.keys[1] for entry in self.entries))
+            if tokens is None or length == score_tokens(tokens)
+        ]
+        return sum(own) if tokens is None else max(own, default=0)
 
     def check(self, target: PlanTarget) -> None:
         """Refuse attention that is not the model's, or that the device cannot compute or estimate."""

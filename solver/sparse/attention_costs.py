@@ -1,4 +1,4 @@
-"""Times of dense and of sparse attention, from a profile."""
+"""Times of attention: dense on each processor, and sparse, from a profile."""
 
 from __future__ import annotations
 
@@ -31,6 +31,25 @@ class ProfileAttentionCosts:
     def estimates_on_npu(self) -> bool:
         """Whether the NPU's times to estimate scores were measured."""
         return bool(self.sparse(64, 256).scores_us)
+
+    @property
+    def attends_on_npu(self) -> bool:
+        """Whether the NPU's times of attention were measured."""
+        return self._costs.npu_attention_us(64, 256) is not None
+
+    def on_npu_us(self, tokens: int, keys: int) -> float:
+        """Return the time of attention on the NPU, with hand-overs.
+
+        Raises:
+            ProfileError: The profile has none.
+        """
+        time_us = self._costs.npu_attention_us(tokens, keys)
+        if time_us is None:
+            raise ProfileError(
+                f"The profile of {self._device} has no times of attention on the NPU.",
+                fix="Run `heterollm profile MODEL --technique npu-attention --update`.",
+            )
+        return time_us
 
     def sparse(self, tokens: int, keys: int) -> SparseTimes:
         """Return the times of sparse attention.

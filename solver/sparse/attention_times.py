@@ -1,4 +1,4 @@
-"""Predicted times of a layer's attention, dense or sparse, and of all layers as planned."""
+"""Predicted times of a layer's attention, dense, sparse or on the NPU, and of all layers as planned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from typing import Protocol, get_args
 from heterollm.solver.costs import Slowdown
 from heterollm.solver.plan import Plan
 from heterollm.solver.predict import PredictedPass
-from heterollm.solver.sparse.attention import Estimator, KeyHeads, PlannedAttention, SparseAttention
+from heterollm.solver.sparse.attention import (
+    AttentionPlacement,
+    DenseAttention,
+    Estimator,
+    KeyHeads,
+    PlannedAttention,
+    SparseAttention,
+)
 from heterollm.solver.sparse.costs import SparseTimes
 from heterollm.solver.sparse.head_pipeline import lanes_us
 from heterollm.solver.standard_lengths import score_keys, score_tokens
@@ -43,6 +50,10 @@ class AttentionCosts(Protocol):
         """Return the GPU's time of attention to all visible keys."""
         ...
 
+    def on_npu_us(self, tokens: int, keys: int) -> float:
+        """Return the time of attention on the NPU with hand-overs; graphs have standard sizes."""
+        ...
+
     def sparse(self, tokens: int, keys: int) -> SparseTimes:
         """Return the times of sparse attention; graphs of scores have standard sizes."""
         ...
@@ -50,15 +61,15 @@ class AttentionCosts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionTimes:
-    """The predicted time of one layer's attention.
+    """The predicted time of one layer's attention that is sparse or on the NPU.
 
     Args:
-        estimator: The processor that estimates scores.
+        estimator: The processor that estimates scores; None without an estimate.
         time_us: From the first kernel to the last.
         npu_us: Time of the NPU's launches.
     """
 
-    estimator: Estimator
+    estimator: Estimator | None
     time_us: float
     npu_us: float = 0.0
 
@@ -72,7 +83,8 @@ class BreakEven:
         keys: Tokens of the session after it.
         sparse_layers: Layers with sparse attention.
         estimators: Processors that estimate their scores.
-        dense_us: Time if all layers were dense.
+        npu_layers: Layers with attention on the NPU.
+        dense_us: Time if all layers were dense on the GPU.
         planned_us: Time as planned.
     """
 
@@ -80,6 +92,7 @@ class BreakEven:
     keys: int
     sparse_layers: int
     estimators: tuple[Estimator, ...]
+    npu_layers: int
     dense_us: float
     planned_us: float
 
@@ -87,7 +100,7 @@ class BreakEven:
 def with_attention_time(
     found: PredictedPass, planned: PlannedAttention, costs: AttentionCosts, keys: int
 ) -> PredictedPass:
-    """Return a predicted pass of prefill, in which all layers are dense, with its planned attention.
+    """Return a predicted pass of prefill, so far with dense attention on the GPU, with the planned one.
 
     Args:
         found: The pass.
@@ -123,8 +136,15 @@ def break_even(plan: Plan, costs: AttentionCosts, layers: int, context: int) -> 
         dense_us = costs.dense_us(tokens, keys)
         estimators = tuple(one for one in get_args(Estimator) if one in {own.estimator for own in times})
         planned_us = (layers - len(times)) * dense_us + sum(own.time_us for own in times)
-        found.append(BreakEven(tokens, keys, len(times), estimators, layers * dense_us, planned_us))
+        on_npu = sum(own.estimator is None for own in times)
+        sparse = len(times) - on_npu
+        found.append(BreakEven(tokens, keys, sparse, estimators, on_npu, layers * dense_us, planned_us))
     return found
+
+
+def npu_attention_us(costs: AttentionCosts, tokens: int, keys: int, standard: Sequence[int]) -> float:
+    """Return the time of one layer's attention on the NPU; arguments as for :func:`attention_times`."""
+    return costs.on_npu_us(score_tokens(tokens), _padded(keys, standard))
 
 
 def attention_times(
@@ -157,8 +177,7 @@ def attention_times(
 
 def graph_times(costs: AttentionCosts, tokens: int, keys: int, standard: Sequence[int]) -> SparseTimes:
     """Return the times of the graphs that a pass runs."""
-    place = min(bisect.bisect_left(standard, keys), len(standard) - 1)
-    return costs.sparse(score_tokens(tokens), standard[place])
+    return costs.sparse(score_tokens(tokens), _padded(keys, standard))
 
 
 @functools.lru_cache
@@ -171,6 +190,11 @@ def mean_keeps(keep: tuple[float, ...], kv_heads: int) -> tuple[float, ...]:
 # -- helpers -----------------------------------------------------------------------------------------
 
 
+def _padded(keys: int, standard: Sequence[int]) -> int:
+    """Return the keys of the graph for so many."""
+    return standard[min(bisect.bisect_left(standard, keys), len(standard) - 1)]
+
+
 @functools.lru_cache
 def _unit_keeps(keep: tuple[float, ...], units: tuple[KeyHeads, ...]) -> tuple[tuple[float, ...], ...]:
     """Return the mean ratios of the key heads of each unit."""
@@ -181,15 +205,20 @@ def _unit_keeps(keep: tuple[float, ...], units: tuple[KeyHeads, ...]) -> tuple[t
 def _planned_times(
     planned: PlannedAttention, costs: AttentionCosts, tokens: int, keys: int, layers: Iterable[int]
 ) -> list[AttentionTimes]:
-    """Return the times of those layers that are sparse in a pass."""
+    """Return the times of those layers that are sparse or on the NPU in a pass."""
     placed = (planned.of(tokens, keys, layer) for layer in layers)
     # The last standard number of keys depends on the context, which a plan's file need not name.
     standard = score_keys(max((entry.keys[1] for entry in planned.entries), default=keys))
-    known: dict[SparseAttention, AttentionTimes] = {}
+    known: dict[AttentionPlacement, AttentionTimes] = {}
     found = []
     for own in placed:
-        if isinstance(own, SparseAttention):
-            if own not in known:
+        if isinstance(own, DenseAttention):
+            continue
+        if own not in known:
+            if isinstance(own, SparseAttention):
                 known[own] = attention_times(own, costs, tokens, keys, standard)
-            found.append(known[own])
+            else:
+                time_us = npu_attention_us(costs, tokens, keys, standard)
+                known[own] = AttentionTimes(None, time_us, time_us)
+        found.append(known[own])
     return found

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from heterollm.model import ModelShape
-from heterollm.profiler.measure import FUSED_HEADS, SPARSE_KEEPS, sparse_key
+from heterollm.profiler.measure import FUSED_HEADS, NPU_OPERATORS, SPARSE_KEEPS, sparse_key
 from heterollm.profiler.predict import Predictor
 from heterollm.profiler.records import SparseOperator
 
-GPU_OPERATORS: Final = frozenset(get_args(SparseOperator)) - {"scores"}
+GPU_OPERATORS: Final = frozenset(get_args(SparseOperator)) - set(NPU_OPERATORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +70,18 @@ def sparse_times(predictor: Predictor, shape: ModelShape, tokens: int, keys: int
         select_us=time_us("selection", keep=low),
         attend_us=(max(0.0, low_us - low * whole_us), whole_us),
     )
+
+
+def attention_graph_us(predictor: Predictor, shape: ModelShape, tokens: int, keys: int) -> float | None:
+    """Return the time of a layer's attention in an NPU graph; None if the profile has no measurement of any.
+
+    Args:
+        predictor: The predictor of the profile.
+        shape: The model.
+        tokens: Tokens of the graph.
+        keys: Its keys.
+    """
+    sparse = predictor.sparse
+    if sparse is None or "attention_graph" not in sparse.operators:
+        return None
+    return sparse.predict(sparse_key(shape, "attention_graph", tokens, keys, shape.kv_heads)).us

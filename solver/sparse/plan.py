@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from msgspec import structs
 
@@ -25,6 +25,14 @@ from heterollm.solver.sparse.attention import (
 )
 from heterollm.solver.sparse.attention_times import AttentionCosts, attention_times, graph_times, mean_keeps
 from heterollm.solver.sparse.head_pipeline import fused_heads, plan_pipeline
+from heterollm.solver.sparse.ranges import (
+    joined,
+    joined_layers,
+    joined_rows,
+    key_tops,
+    length_tops,
+    ranges_to,
+)
 from heterollm.solver.standard_lengths import LEAST_SCORE_TOKENS, score_keys
 
 FUSED_BY: Final[Mapping[Pipeline, tuple[int, ...]]] = {
@@ -37,9 +45,6 @@ FUSED_BY: Final[Mapping[Pipeline, tuple[int, ...]]] = {
 
 GAIN_FRACTION: Final = 0.1
 """Least gain of sparse attention, as predictions of different kernels have different errors."""
-
-LENGTH_PARTS: Final = 4
-"""Ranges of lengths for each size of graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ def plan_attention(
     """
     standard = score_keys(context)
     least = min(LEAST_SCORE_TOKENS, chunk_length)
-    lengths, keys = list(_ranges(_length_tops(chunk_length), least)), list(_ranges(_key_tops(standard), 1))
+    lengths, keys = list(ranges_to(length_tops(chunk_length), least)), list(ranges_to(key_tops(standard), 1))
     found: dict[tuple[object, ...], SparseAttention | None] = {}
     entries = []
     layers = zip(heads.keep, heads.exponents, heads.windows, strict=True)
@@ -101,13 +106,13 @@ def plan_attention(
                     )
                     found[key] = min(filter(None, placed), key=_predicted_us, default=None)
                 row.append((key_range, None if seen else found[key]))
-            rows.append((length, tuple(_joined(row))))
+            rows.append((length, tuple(joined(row))))
         entries += [
             AttentionEntry(length, key_range, (layer, layer), placement)
-            for length, row in _joined_rows(rows)
+            for length, row in joined_rows(rows)
             for key_range, placement in row
         ]
-    return tuple(_joined_layers(entries))
+    return tuple(joined_layers(entries))
 
 
 # -- helpers -----------------------------------------------------------------------------------------
@@ -175,70 +180,5 @@ def _ordered(
     return [unit.heads for unit in found.units]
 
 
-def _length_tops(chunk_length: int) -> list[int]:
-    """Return the longest passes of ranges of lengths: graphs' sizes and whole chunks, and lengths between.
-
-    Passes are padded to powers of two, so that of lengths with one graph the longest gain most.
-    """
-    tops = {LEAST_SCORE_TOKENS, chunk_length - 1, chunk_length}
-    graph = LEAST_SCORE_TOKENS
-    while graph < chunk_length:
-        tops |= {graph + graph * part // LENGTH_PARTS for part in range(1, LENGTH_PARTS + 1)}
-        graph *= 2
-    return sorted(top for top in tops if LEAST_SCORE_TOKENS <= top <= chunk_length) or [chunk_length]
-
-
-def _key_tops(standard: Sequence[int]) -> list[int]:
-    """Return the most keys of ranges of keys: those of graphs, and the middle between two of them."""
-    middles = {(low + high) // 2 for low, high in itertools.pairwise(standard)}
-    return sorted({*standard, *middles})
-
-
-def _ranges(tops: Sequence[int], least: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges that end at each of some numbers, from ``least`` on."""
-    for top in tops:
-        if top >= least:
-            yield least, top
-            least = top + 1
-
-
-_Cell: TypeAlias = tuple[tuple[int, int], SparseAttention]
-_Row: TypeAlias = tuple[_Cell, ...]
-
-
-def _joined(row: Sequence[tuple[tuple[int, int], SparseAttention | None]]) -> Iterator[_Cell]:
-    """Yield neighbouring ranges of keys with one placement as one, with the prediction of the last."""
-    for _, run in itertools.groupby(row, lambda cell: None if cell[1] is None else _bare(cell[1])):
-        own = list(run)
-        if (placement := own[-1][1]) is not None:
-            yield (own[0][0][0], own[-1][0][1]), placement
-
-
-def _joined_rows(rows: Sequence[tuple[tuple[int, int], _Row]]) -> Iterator[tuple[tuple[int, int], _Row]]:
-    """Yield neighbouring ranges of lengths with the same ranges of keys and placements as one."""
-    for _, run in itertools.groupby(rows, lambda row: [(keys, _bare(own)) for keys, own in row[1]]):
-        own = list(run)
-        yield (own[0][0][0], own[-1][0][1]), own[-1][1]
-
-
-def _joined_layers(entries: Sequence[AttentionEntry]) -> Iterator[AttentionEntry]:
-    """Yield entries of neighbouring layers that differ in nothing else as one."""
-    opened: dict[tuple[object, ...], AttentionEntry] = {}
-    for entry in entries:
-        key = entry.lengths, entry.keys, entry.placement
-        held = opened.get(key)
-        if held is not None and held.layers[1] == entry.layers[0] - 1:
-            opened[key] = structs.replace(held, layers=(held.layers[0], entry.layers[1]))
-            continue
-        if held is not None:
-            yield held
-        opened[key] = entry
-    yield from opened.values()
-
-
 def _predicted_us(placement: SparseAttention) -> float:
     return math.inf if placement.predicted_us is None else placement.predicted_us
-
-
-def _bare(placement: SparseAttention) -> SparseAttention:
-    return structs.replace(placement, predicted_us=None)

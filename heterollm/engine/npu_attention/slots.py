@@ -6,18 +6,15 @@ Graphs exist for few numbers of tokens and keys, so that a pass is padded to the
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-
 from heterollm.engine.lanes import Lane
 from heterollm.engine.techniques.slots import EngineSizes, TechniqueSlots
-from heterollm.kernels.npu import AttentionShard, graph_tensors
+from heterollm.kernels.npu import AttentionShard
 from heterollm.kernels.operators import AttentionInputs, input_bytes
 from heterollm.model import ModelConfig
-from heterollm.solver import NpuAttention, Plan, PlannedAttention, score_keys, score_tokens
+from heterollm.solver import Plan, PlannedAttention, score_keys, score_tokens
 
 ATTENTION_QUERIES, ATTENTION_KEYS = "attention_queries", "attention_keys"
 ATTENTION_VALUES, ATTENTION_LIMITS = "attention_values", "attention_limits"
@@ -46,17 +43,8 @@ def attention_graphs(config: ModelConfig, plan: Plan, context: int) -> tuple[tup
         plan: The plan.
         context: Positions of a session.
     """
-    found: dict[tuple[AttentionShard, int], None] = {}
-    for entry in plan.technique(PlannedAttention).entries:
-        least, most = entry.lengths[0], min(entry.lengths[1], plan.chunk_length)
-        if not isinstance(entry.placement, NpuAttention) or least > most or entry.keys[0] > context:
-            continue
-        last = min(entry.keys[1], context)
-        ends = [keys for keys in score_keys(context) if entry.keys[0] <= keys < last]
-        lengths = [1 << power for power in range(least.bit_length(), most.bit_length())]
-        for keys, tokens in itertools.product((*ends, last), (least, *lengths, most)):
-            found[attention_graph(config, context, min(tokens, keys), keys)] = None
-    return tuple(found)
+    sizes = plan.technique(PlannedAttention).npu_graphs(context, plan.chunk_length)
+    return tuple(attention_graph(config, context, tokens, keys) for tokens, keys in sizes)
 
 
 def attention_inputs(lane: Lane) -> AttentionInputs:
@@ -78,13 +66,5 @@ class NpuAttentionSlots(TechniqueSlots):
     def memory(
         self, _of: EngineSizes, slots: Mapping[str, int], _given: Mapping[str, Any], /
     ) -> dict[str, int]:
-        """Return the sum of the slots."""
+        """Return the sum of the slots; the plan counts the graphs."""
         return {"inputs of attention on the NPU": sum(slots.get(slot, 0) for slot in self.APART)}
-
-    def graph_bytes(self, of: EngineSizes, /) -> int:
-        """Return the bytes of all graphs of attention that some pass may run."""
-        dtype = np.dtype(f"f{of.item_bytes}")
-        return sum(
-            graph_tensors(shard, tokens, dtype).size_bytes + shard.weight_bytes
-            for shard, tokens in attention_graphs(of.config, of.plan, of.context)
-        )

@@ -20,6 +20,7 @@ from heterollm.solver import (
     BEST_TECHNIQUES,
     LEVELS,
     LLM_NPU,
+    NPU_ATTENTION,
     NPU_EXPERTS,
     SHADOW_ATTENTION,
     SOLVED_LEVELS,
@@ -84,6 +85,12 @@ def check_technique(
                 f"{level!r:.80} is given.",
                 fix="Leave the technique out, or choose another level.",
             )
+    if NPU_ATTENTION in request.techniques and level not in ("auto", "npu", "layer", *SOLVED_LEVELS):
+        raise OptionError(
+            f"The technique {NPU_ATTENTION} adds attention to a plan that is made and uses the NPU, and plan "
+            f"{level!r:.80} is given.",
+            fix="Leave the technique out, or choose another level.",
+        )
     if LLM_NPU in request.techniques:
         if precision != "w8a8":
             raise OptionError(
@@ -103,6 +110,8 @@ def check_technique(
 
 def request_of_solver(request: PlanRequest) -> PlanRequest:
     """Return a request with what its techniques ask of the solver."""
+    if NPU_ATTENTION in request.techniques:
+        return structs.replace(request, in_flight=1)
     return structs.replace(request, in_flight="auto") if LLM_NPU in request.techniques else request
 
 

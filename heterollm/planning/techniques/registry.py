@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from msgspec import structs
 
 from heterollm.base import CalibrationError, OptionError
-from heterollm.planning.techniques import experts, sparse_attention
+from heterollm.planning.techniques import experts, npu_attention, sparse_attention
 from heterollm.solver import BEST_TECHNIQUES, TECHNIQUE_OPTIONS, Plan, PlanRequest
 
 if TYPE_CHECKING:
@@ -74,9 +74,11 @@ def with_techniques(model: ProfiledModel, plan: Plan, request: PlanRequest, evid
     """
     for name, own in evidence.items():
         plan = TECHNIQUES[name].placed(model, plan, request, own)
-    return plan
+    # The configuration is all the evidence that it needs.
+    return npu_attention.placed(model, plan, request)
 
 
 def technique_notes(model: ProfiledModel, plan: Plan, request: PlanRequest) -> tuple[str, ...]:
     """Return the notes of all techniques on a plan; arguments as for :func:`with_techniques`."""
-    return tuple(note for one in TECHNIQUES.values() for note in one.notes(model, plan, request))
+    found = tuple(note for one in TECHNIQUES.values() for note in one.notes(model, plan, request))
+    return (*found, *npu_attention.notes(model, plan, request))

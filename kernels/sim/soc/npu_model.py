@@ -306,8 +306,8 @@ def scores_time(soc: SocParameters, work: ScoresWork) -> NpuTime:
 def attention_time(soc: SocParameters, work: AttentionWork) -> NpuTime:
     """Return what one run of a graph of attention takes on a modelled NPU.
 
-    Keys and values are stationary, and the queries of their heads pass through. Nobody has published a time of
-    such a graph: the rates are those of other graphs.
+    Keys and values are stationary, and the queries of their heads pass through. No time of such a graph is
+    published: the rates are those of other graphs.
     """
     npu = soc.npu
     row_us = 2 * npu.tile**2 / (npu.array_tflops * npu.clock_factor * 1e6)

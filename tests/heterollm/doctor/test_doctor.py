@@ -15,6 +15,7 @@ from heterollm.doctor.checks import FLAG, device_cases
 from heterollm.doctor.contexts import CONTEXTS
 from heterollm.doctor.experts import EXPERTS, expert_cases
 from heterollm.doctor.linears import AGREEMENT
+from heterollm.doctor.npu_attention import GRAPH, attention_cases
 from heterollm.doctor.power import CLOCKS, CORES
 from heterollm.doctor.run import Problem, unlisted_vendors
 from heterollm.doctor.scores import SCORES, score_cases
@@ -25,7 +26,15 @@ from heterollm.kernels.formats import reference
 from heterollm.kernels.gpu import CACHE_DTYPES, GpuLinear, GpuWork
 from heterollm.kernels.npu import ExpertsShard
 from heterollm.kernels.npu.contexts import SharingVerdict
-from heterollm.kernels.operators import attention, embedding, gated_activation, norm, rope, sparse_attention
+from heterollm.kernels.operators import (
+    AttentionGraphCase,
+    attention,
+    embedding,
+    gated_activation,
+    norm,
+    rope,
+    sparse_attention,
+)
 from heterollm.kernels.operators.score_codes import ScoresCase
 from heterollm.kernels.operators.sparse_attention import SparseCase
 from heterollm.kernels.sync.litmus import Litmus
@@ -56,7 +65,7 @@ def cases_of(device, *operators):
 def test_host_passes_every_check(diagnosis):
     assert diagnosis.passed
     assert diagnosis.device == "host"
-    without_numbers = (FLAG, CLOCKS, CORES, SCORES, CODES, SELECTION)
+    without_numbers = (FLAG, CLOCKS, CORES, SCORES, GRAPH, CODES, SELECTION)
     compared = [check for check in diagnosis.checks if check.operator not in without_numbers]
     assert all(check.error <= check.gate for check in compared)
     stored = [check.operator for check in compared if check.gate != 1e-10]
@@ -77,7 +86,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
     linears |= {f"linear {kind} with minimums" for kind in ("int4 block 32", "int8 block 16")}
     linears |= {"linear f16", "linear f32"}
     rounded = {f"linear {kind}, w4a8" for kind in ROUNDED}
-    assert operators["NPU"] == linears | rounded | {AGREEMENT, CLOCKS, EXPERTS, SCORES}
+    assert operators["NPU"] == linears | rounded | {AGREEMENT, CLOCKS, EXPERTS, SCORES, GRAPH}
     assert operators["GPU"] == linears | rounded | {
         "embedding int8 block 32",
         "embedding int8 block 32 with minimums",
@@ -91,6 +100,7 @@ def test_every_operator_is_checked_on_every_part_that_has_it(diagnosis):
         "linear and RoPE",
         "attention, prefill",
         "attention, decode",
+        "attention inputs",
         "gated activation",
         "gate cutoff",
         "streams",
@@ -442,3 +452,19 @@ def test_an_npu_without_such_a_graph_says_so(device, monkeypatch):
     checks = [run_case(case, "fp32") for case in score_cases(device.npu)]
     assert [check.status for check in checks] == ["not offered"] * 3
     assert checks[0].message == f"{device.npu.name} has no such graph"
+
+
+@pytest.mark.parametrize(("error", "status"), [(0.0, "pass"), (1e-3, "fail")])
+def test_attention_in_a_graph_is_compared_with_its_own_gate(device, monkeypatch, error, status):
+    def changed(case, npu):
+        found, exact = run(case, npu)
+        return found * (1 + error), exact
+
+    run = AttentionGraphCase.on_npu
+    monkeypatch.setattr(AttentionGraphCase, "on_npu", changed)
+    checks = [run_case(case, "fp32") for case in attention_cases(device.npu)]
+    assert [check.status for check in checks] == [status] * 2
+    assert ("npu-attention" in checks[0].fix) is (status == "fail")
+    monkeypatch.setattr(device.npu, "forms", lambda shape, length: ())
+    missing = [run_case(case, "fp32").status for case in attention_cases(device.npu)]
+    assert missing == ["not offered"] * 2

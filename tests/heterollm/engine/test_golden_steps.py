@@ -31,7 +31,6 @@ from heterollm.model import (
 from heterollm.model.blocks import MixtureBlock
 from heterollm.model.layout import expected_tensors
 from heterollm.solver import (
-    AttentionEntry,
     ExpertGroup,
     ExpertsEntry,
     ExpertsPlacement,
@@ -45,6 +44,7 @@ from heterollm.solver import (
 )
 from heterollm.solver.placements import FfnPlacement, RowsPlacement
 from heterollm.solver.plan_records import PlanEntry
+from heterollm.solver.sparse.attention import AttentionEntry
 from tests.heterollm.conftest import FAMILIES, config_of
 
 FILE = Path(__file__).resolve().parents[2] / "golden" / "steps.json"

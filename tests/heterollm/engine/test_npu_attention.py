@@ -21,7 +21,8 @@ from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.ops import Precision
 from heterollm.llm import LLM
 from heterollm.model import op_specs
-from heterollm.solver import AttentionEntry, NpuAttention, Plan, PlannedAttention, level_plan
+from heterollm.solver import NpuAttention, Plan, PlannedAttention, level_plan
+from heterollm.solver.sparse.attention import AttentionEntry
 from tests.heterollm.conftest import config_of
 
 OPTIMISED = True
