@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - registers bfloat16, which the bundled checkpoint has
 import numpy as np
 import pytest
 from msgspec import structs
