@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -33,6 +34,10 @@ RESUMED_BYTES: Final = 16 << 20
 
 UNREACHED: Final = {"TransportError", "ConnectionError"}
 """Errors of a connection, by the names that several libraries give them."""
+
+
+LOCK: Final = threading.Lock()
+"""Of the client's threads, where they show bars."""
 
 
 class HubUnreachedError(CheckpointError):
@@ -277,19 +282,46 @@ class _Bytes:
 
 def _snapshot_bar(stage: str, progress: Progress) -> type:
     """Return a class in place of tqdm's that reports the bytes of a snapshot and shows nothing itself."""
-    from tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[misc]
-        """Also counts files, which is not reported."""
+    class Bar:
+        """Has what the hub's client calls, in all versions; its bars of files are not reported."""
 
-        def display(self, *_arguments: Any, **_options: Any) -> None:  # noqa: ANN401
-            """Show nothing: the program has a bar of its own."""
+        _lock = LOCK
 
-        def update(self, n: float | None = 1) -> bool | None:
-            shown: bool | None = super().update(n)
-            if self.unit == "B" and self.total:
+        def __init__(
+            self,
+            items: Iterable[Any] = (),
+            total: float | None = None,
+            **options: Any,  # noqa: ANN401
+        ) -> None:
+            self._items = items
+            self.total, self.n = total, options.get("initial", 0)
+            self._in_bytes = options.get("unit") == "B"
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if self._in_bytes and self.total:
                 progress(stage, int(min(self.n, self.total)), int(self.total))
-            return shown
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from self._items
+
+        @classmethod
+        def get_lock(cls) -> threading.Lock:
+            """Return the lock of the client's threads."""
+            return LOCK
+
+        @classmethod
+        def set_lock(cls, _lock: object) -> None:
+            """Keep the lock."""
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_exception: object) -> None: ...
+
+        def __getattr__(self, _name: str) -> Any:  # noqa: ANN401
+            return lambda *_arguments, **_options: None
 
     return Bar
 
