@@ -225,7 +225,7 @@ def _sparse(summary: ProfileSummary) -> Iterator[Section]:
         note = (
             "Columns are tokens. One launch each: scores and attention graph on the NPU, the rest on the GPU."
         )
-        yield Section("Sparse attention, and attention on the NPU", heads_row, rows, (note,))
+        yield Section("Attention, sparse or on the NPU", heads_row, rows, (note,))
 
 
 def _experts(summary: ProfileSummary) -> Iterator[Section]:

@@ -20,8 +20,10 @@ from heterollm.kernels.sim.soc.memory_model import granted_gbps, shared_rates, t
 from heterollm.kernels.sim.soc.npu_model import (
     BLOCK_FORMS,
     SLICE_FORMS,
+    AttentionWork,
     NpuWork,
     ScoresWork,
+    attention_time,
     npu_time,
     scores_time,
 )
@@ -46,7 +48,7 @@ def npu_us(
 
 
 def test_every_form_is_known() -> None:
-    assert set(get_args(GraphForm)) == SLICE_FORMS | BLOCK_FORMS | {"scores"}
+    assert set(get_args(GraphForm)) == SLICE_FORMS | BLOCK_FORMS | {"scores", "attention"}
 
 
 @pytest.mark.parametrize(("heads", "published_us"), [(1, 2000), (2, 3000), (4, 4000)])
@@ -65,6 +67,26 @@ def test_attention_scores_take_longer_for_more(heads: int, tokens: int, keys: in
         for name in ("heads", "tokens", "keys", "head_dim"):
             more = replace(work, **{name: 2 * getattr(work, name)})
             assert scores_time(soc, more).alone_us > time.alone_us
+
+
+@given(*[st.integers(1, 2048)] * 5)
+def test_attention_takes_longer_for_more(
+    group: int, kv_heads: int, tokens: int, keys: int, head_dim: int
+) -> None:
+    work = AttentionWork(group * kv_heads, kv_heads, tokens, keys, head_dim)
+    assert work.scores == work.heads * tokens * keys
+    for soc in EVERY:
+        time = attention_time(soc, work)
+        assert time.alone_us > time.fixed_us >= soc.npu.execute_us
+        for name in ("heads", "tokens", "keys"):
+            more = replace(work, **{name: 2 * getattr(work, name)})
+            assert attention_time(soc, more).alone_us > time.alone_us
+        # Scores are computed at a rate of their own, and both products at that of the arrays.
+        assert time.vector_us * soc.npu.clock_factor == pytest.approx(
+            20 * work.scores / soc.npu.vector_gbps / 1e3
+        )
+        products = 4 * work.scores * head_dim
+        assert time.array_us >= 0.99 * products / (soc.npu.array_tflops * soc.npu.clock_factor * 1e6)
 
 
 def test_time_moves_in_steps_of_32_tokens_where_arrays_are_the_limit() -> None:
