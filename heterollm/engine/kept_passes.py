@@ -58,16 +58,17 @@ class KeptPasses:
     def find(self, phase: Phase, length: PassLength, position: int) -> CompiledPass:
         """Return a pass of a length, or of several chunks at once."""
         with during(self._observer, "bind"):
-            lengths = (length,) if isinstance(length, int) else length
-            ends = itertools.accumulate(lengths, initial=position)
-            keys = tuple(self.keys(phase, end) for end in itertools.islice(ends, 1, None))
-            key = (phase, length, keys[0] if isinstance(length, int) else keys)
+            keys = self._keys_of(phase, length, position)
+            key = (phase, length, keys)
             compiled = self.compiled.get(key)
             if compiled is None:
-                with self._preparing(), compiling(phase, sum(lengths)):
+                tokens = length if isinstance(length, int) else sum(length)
+                with self._preparing(), compiling(phase, tokens):
                     if isinstance(length, int):
-                        compiled = self._compiler.compile_pass(phase, length, keys[0])
+                        assert isinstance(keys, int)
+                        compiled = self._compiler.compile_pass(phase, length, keys)
                     else:
+                        assert isinstance(keys, tuple)
                         compiled = self._compiler.compile_flight(length, position, keys)
                 self.compiled[key] = self._taken(compiled)
                 if len(self.compiled) > KEPT_PASSES:
@@ -105,6 +106,13 @@ class KeptPasses:
         self.compiled.clear()
         self._batches.clear()
         self._heads.clear()
+
+    def _keys_of(self, phase: Phase, length: PassLength, position: int) -> PassLength:
+        """Return the keys of a pass, or of each chunk of several; decode makes no object here."""
+        if isinstance(length, int):
+            return self.keys(phase, position + length)
+        ends = itertools.accumulate(length, initial=position)
+        return tuple(self.keys(phase, end) for end in itertools.islice(ends, 1, None))
 
     def keys(self, phase: Phase, positions: int) -> int:
         """Return the next border of the keys of sparse attention; 0 where a pass serves any position."""

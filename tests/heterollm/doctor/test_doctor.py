@@ -444,7 +444,8 @@ def test_a_token_that_gets_another_expert_is_seen(device, monkeypatch):
     right = np.argsort
     monkeypatch.setattr(np, "argsort", lambda *given, **options: right(*given, **options)[::-1])
     checks = [run_case(case, "fp32") for case in cases_of(device, "mixture of experts")]
-    assert [check.status for check in checks] == ["fail"] * 3
+    # The last case, the norms of tokens, chooses no expert.
+    assert [check.status for check in checks] == ["fail"] * 3 + ["pass"]
 
 
 def test_an_npu_without_such_a_graph_says_so(device, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.kernels.devices import open_device
-from heterollm.kernels.gpu import OpenClRuntime, runtime
+from heterollm.kernels.gpu import OpenClRuntime, programs, runtime
 from heterollm.kernels.gpu.sources import read_sources
 from heterollm.llm import LLM
 from heterollm.model import model_shape
@@ -58,9 +58,9 @@ def kernels(llm: LLM, layer: int) -> list[str]:
 
 def take_units(patch: pytest.MonkeyPatch, units: int) -> None:
     """Give a GPU so many compute units."""
-    traits = runtime._traits
+    traits = runtime.device_traits
     many = {"compute_units": units}
-    patch.setattr(runtime, "_traits", lambda *own, **named: replace(traits(*own, **named), **many))
+    patch.setattr(runtime, "device_traits", lambda *own, **named: replace(traits(*own, **named), **many))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_broken_ending_leaves_the_operators_to_their_own_kernels(
     ids, found = [5, 6, 7], []
     for reads in (read_sources, broken):
         monkeypatch.setenv("HETEROLLM_CACHE", str(tmp_path / reads.__name__))
-        monkeypatch.setattr(runtime, "read_sources", reads)
+        monkeypatch.setattr(programs, "read_sources", reads)
         llm = load("llama", HEADS | {"head_dim": 32})
         session = llm.session()
         session.prefill(ids)

@@ -101,7 +101,9 @@ class Technique(NamedTuple):
     decodes: bool = False
 
     def load(self, **options: Any) -> LLM:
-        given = {"device": "host", "plan": self.plan, "context": CONTEXT, **self.options, **options}
+        # Keys and values that are rounded to 16 bits differ by more than the gate of floats where sums do.
+        given = {"device": "host", "plan": self.plan, "context": CONTEXT, "kv_bits": 32}
+        given |= self.options | options
         return LLM.load(self.folder, **given)
 
 
