@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
@@ -36,6 +36,9 @@ from heterollm.solver import (
 if TYPE_CHECKING:
     from heterollm.planning.profiled_model import ProfiledModel
     from heterollm.solver import Budget
+
+AS_FAST: Final = 1e-3
+"""Fraction by which longer chunks must be faster: their graphs take more memory."""
 
 
 def check_technique(
@@ -145,7 +148,9 @@ def llm_npu_plan(
         if length <= request.context or length == lengths[0]
     ]
     plans = [plan for plan in plans if model.fits(plan, budget)] or plans
-    plan = min(plans, key=_loss_beside(model, plans[0], prompts))
+    losses = list(map(_loss_beside(model, plans[0], prompts), plans))
+    as_fast = (one for one, loss in zip(plans, losses, strict=True) if loss <= min(losses) * (1.0 + AS_FAST))
+    plan = next(as_fast, plans[0])
     if request.in_flight != 1 and not model.costs.overheads.empties_queue:
         plan = fastest_in_flight(model, plan, plans, prompts, request.in_flight)
     return plan

@@ -136,7 +136,7 @@ def test_answers_that_share_passes_with_guesses(
     assert [one.text for one in found] == [one.text for one in plain]
     if "log_probabilities" in options:
         for one, other in zip(found, plain, strict=True):
-            # More than eight rows add up in another order, and keys and values are rounded to 16 bits behind that.
+            # More than eight rows add up in another order, and keys and values are rounded to 16 bits.
             np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=1e-3)
     guessed = [one.speculation for one in found]
     if speculative == "as many as pay":
