@@ -21,13 +21,13 @@ from heterollm.kernels.operators.registry import (
 def test_every_file_of_an_operator_is_found():
     folder = Path(heterollm.kernels.operators.__file__).parent
     files = [path for path in folder.glob("*.py") if "STEPS: Final" in path.read_text("utf-8")]
-    assert len(files) == 21
+    assert len(files) == 22
     assert {"norm", "rope", "head", "sum of experts", "selection"} <= set(operator_steps())
 
 
 def test_forms_have_names_of_their_own():
     names = [name for timed, form in timed_operators().values() for name in [timed.forms[form]]]
-    assert len(names) == len(set(names)) == 47
+    assert len(names) == len(set(names)) == 48
     assert name_in_profiles("rms_norm", Form(codes="uint8")) == "rms_norm_uint8"
     assert name_in_profiles("final_norm", Form("sum")) == "final_norm"
 
