@@ -16,7 +16,7 @@ from heterollm.engine.memory import memory_need
 from heterollm.engine.slot_check import CHECK_VARIABLE
 from heterollm.engine.slots import pool_sizes
 from heterollm.kernels.formats.tolerances import sqnr_db
-from heterollm.kernels.gpu.runtime import MEMORY_VARIABLE
+from heterollm.kernels.gpu.opencl_devices import MEMORY_VARIABLE
 from heterollm.kernels.npu import qnn_available
 from heterollm.kernels.ops import Precision
 from heterollm.llm import LLM
