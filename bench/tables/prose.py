@@ -235,7 +235,7 @@ def other_figures() -> dict[str, Any]:
     changes = [
         compare_rows(published()[test, depth, "llama.cpp"], published()[test, depth, "w4a8"])
         for test in ("pp256", "tg64")
-        for depth in (0, 2048, 7680)
+        for depth in (0, 512, 2048)
     ]
     shadows, static = (last("accuracy", kind="runtime", method="shadow", pruned=share) for share in (0, 100))
     mass, uniform = (
