@@ -46,8 +46,10 @@ def build_stand_ins(folder: Path) -> Path:
 def run_on_phone_memory(folder: Path, cache: Path, script: str, *arguments: str, **variables: str) -> dict:
     """Run a script of shared_buffers with the stand-ins, and return the last line that it prints, as JSON."""
     wheel = Path(importlib.util.find_spec("onnxruntime_qnn").origin).parent
+    # The layer needs a loader that knows layers, which a test names together with the binding.
+    inherited = {name: text for name, text in os.environ.items() if name != "HETEROLLM_OPENCL_BINDING"}
     environment = {
-        **os.environ,
+        **inherited,
         "LD_LIBRARY_PATH": f"{folder}:{wheel}.libs",
         "HETEROLLM_QNN_LIBRARY": str(folder / PROVIDER),
         "OPENCL_LAYERS": str(folder / "libopencl_layer.so"),
