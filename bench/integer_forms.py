@@ -45,7 +45,7 @@ from heterollm.kernels.formats import CodeGrid, linear_errors, quantize
 from heterollm.kernels.gpu import COUNT_WORDS, DeviceMemory, GlueKernels, NpuCodes
 from heterollm.kernels.npu import LinearRanges, LinearShard, QnnNpu
 from heterollm.kernels.npu.graphs import write_graph
-from heterollm.kernels.npu.qnn import BLOCK_OPTION
+from heterollm.kernels.npu.qnn_held import BLOCK_OPTION
 from heterollm.kernels.npu.qnn_runtime import QnnTarget, open_session
 from heterollm.kernels.npu.ranges import HEADROOM
 from heterollm.kernels.npu.session import HeldSession, SessionGraph

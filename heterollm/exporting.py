@@ -24,8 +24,7 @@ from heterollm.base import (
     silent,
 )
 from heterollm.engine import EngineThread
-from heterollm.export_files import Exported as Exported
-from heterollm.export_files import ExportTarget, ExportWriter
+from heterollm.export_files import Exported, ExportTarget, ExportWriter
 from heterollm.loading import PlannedModel, SourceModel, open_for
 from heterollm.model import Checkpoint
 from heterollm.planning import CoreSplit, LoadKeywords, LoadOptions, choose_context, open_compiler, plan_ahead

@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -237,6 +237,18 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class _QuietBar:
+    """Stands for tqdm's: has every method that the hub's client calls, in all versions, and shows nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None: ...
+
+    def __getattr__(self, _name: str) -> Any:  # noqa: ANN401
+        return lambda *_arguments, **_options: None
+
+
 class _Bytes:
     """Adds up the bytes of several files."""
 
@@ -260,8 +272,8 @@ class _Bytes:
         """Return a class in place of tqdm's."""
         counter = self
 
-        class Bar:
-            """Has the methods that the hub's client calls; all but the bytes are ignored."""
+        class Bar(_QuietBar):
+            """Counts the bytes of a file."""
 
             def __init__(self, *_arguments: Any, initial: int = 0, **_options: Any) -> None:  # noqa: ANN401
                 counter.add(initial)
@@ -269,22 +281,14 @@ class _Bytes:
             def update(self, size_bytes: float | None = 1) -> None:
                 counter.add(size_bytes or 0)
 
-            def __enter__(self) -> Bar:
-                return self
-
-            def __exit__(self, *_exception: object) -> None: ...
-
-            def __getattr__(self, _name: str) -> Any:  # noqa: ANN401
-                return lambda *_arguments, **_options: None
-
         return Bar
 
 
 def _snapshot_bar(stage: str, progress: Progress) -> type:
     """Return a class in place of tqdm's that reports the bytes of a snapshot and shows nothing itself."""
 
-    class Bar:
-        """Has what the hub's client calls, in all versions; its bars of files are not reported."""
+    class Bar(_QuietBar):
+        """Reports bytes; the client's bars of files are not reported."""
 
         _lock = LOCK
 
@@ -314,14 +318,6 @@ def _snapshot_bar(stage: str, progress: Progress) -> type:
         @classmethod
         def set_lock(cls, _lock: object) -> None:
             """Keep the lock."""
-
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *_exception: object) -> None: ...
-
-        def __getattr__(self, _name: str) -> Any:  # noqa: ANN401
-            return lambda *_arguments, **_options: None
 
     return Bar
 

@@ -76,7 +76,7 @@ class _Axis:
             self.ticks = _powers(least, most, base)
             least, most = min(least, *self.ticks) / 1.05, max(most, *self.ticks) * 1.05
         else:
-            self.ticks = _steps(0.0, most or 1.0)
+            self.ticks = _steps(most or 1.0)
             least, most = 0.0, max(most, *self.ticks) * 1.02
         self._least, self._most = self._scaled(least), self._scaled(most)
 
@@ -89,9 +89,9 @@ class _Axis:
         return self._begin + share * (self._end - self._begin)
 
 
-def _steps(least: float, most: float) -> list[float]:
-    """Return four to eight round numbers between two."""
-    raw = (most - least) / 5
+def _steps(most: float) -> list[float]:
+    """Return four to eight round numbers from 0 to one."""
+    raw = most / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
     return [step * number for number in range(round(most / step) + 1)]
@@ -146,11 +146,10 @@ def curves_html(
     low, high = min(places), max(places)
     diagonal = [(across.place(end), up.place(end)) for end in (low, high)] if equal else None
     frame = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": right, "top": TOP, "bottom": bottom}
-    ticks = ([(across.place(tick), _number(tick)) for tick in across.ticks],)
     return part_html(
         "curves",
         drawn,
-        *ticks,
+        [(across.place(tick), _number(tick)) for tick in across.ticks],
         [(up.place(tick), _number(tick)) for tick in up.ticks],
         frame,
         axes,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from heterollm.base import CacheKind, Section
     from heterollm.benchmarks import Evaluation
     from heterollm.engine import ExpertReads
-    from heterollm.exporting import Exported
+    from heterollm.export_files import Exported
     from heterollm.kernels.device import Device, DeviceStatus
     from heterollm.model import Conversion, StoredModel
     from heterollm.planning import Precompiled

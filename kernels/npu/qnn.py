@@ -35,7 +35,6 @@ from heterollm.kernels.npu.protocol import (
 )
 from heterollm.kernels.npu.qnn_binaries import temporary_graphs
 from heterollm.kernels.npu.qnn_cpu_time import emulated_cpu_us
-from heterollm.kernels.npu.qnn_held import BLOCK_OPTION as BLOCK_OPTION
 from heterollm.kernels.npu.qnn_held import HEXAGON_BYTES, QnnContexts
 from heterollm.kernels.npu.qnn_power import SESSION_OPTIONS, QnnPower
 from heterollm.kernels.npu.qnn_runtime import NoRoomError, QnnTarget, qnn_available, qnn_versions

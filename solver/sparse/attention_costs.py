@@ -32,11 +32,6 @@ class ProfileAttentionCosts:
         """Whether the NPU's times to estimate scores were measured."""
         return bool(self.sparse(64, 256).scores_us)
 
-    @property
-    def attends_on_npu(self) -> bool:
-        """Whether the NPU's times of attention were measured."""
-        return self._costs.npu_attention_us(64, 256) is not None
-
     def on_npu_us(self, tokens: int, keys: int) -> float:
         """Return the time of attention on the NPU, with hand-overs.
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gates import LOGITS_SQNR_DB
 from msgspec import structs
+from prompt_lengths import answers
 
 from heterollm.base import EngineError, PlanError
 from heterollm.engine.builder import PassBuilder
@@ -30,8 +31,6 @@ OPTIMISED = True
 
 CHUNK, CONTEXT = 128, 640
 OPTIONS: dict[str, Any] = {"context": CONTEXT, "kv_bits": 32}
-LENGTHS = (1, 5, 31, 33, 100, 257, 300)
-"""Shorter than a graph, of one and several chunks, to both sides of the 256 keys of the smallest graph."""
 
 
 def on_npu(
@@ -59,21 +58,6 @@ def on_gpu(load: Callable[..., LLM]) -> LLM:
 def ids(bundled_model: Path, on_gpu: LLM) -> list[int]:
     text = (bundled_model / "held_out.txt").read_text("utf-8")
     return on_gpu.tokenizer.encode(text[:6000])[:CONTEXT]
-
-
-def answers(llm: LLM, ids: list[int], lengths: tuple[int, ...] = LENGTHS) -> np.ndarray:
-    """Return logits of prompts of every length, of decoded tokens, and behind truncate and fork."""
-    session, rows = llm.session(), []
-    for length in lengths:
-        session.reset()
-        rows.append(session.prefill(ids[:length], all_logits=True))
-        rows.append(session.decode(ids[length])[np.newaxis])
-    session.truncate(200)
-    rows.append(session.prefill(ids[200:290], all_logits=True))
-    fork = session.fork()
-    session.decode(7)
-    rows.append(fork.prefill(ids[290:330], all_logits=True))
-    return np.concatenate(rows)
 
 
 @pytest.mark.parametrize("level", ["gpu", "npu"])

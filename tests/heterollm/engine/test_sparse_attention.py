@@ -12,6 +12,7 @@ import pytest
 from faults import Gate
 from gates import LOGITS_SQNR_DB
 from msgspec import structs
+from prompt_lengths import answers
 
 import heterollm
 from heterollm.base import CalibrationError, EngineError, GraphError, OptionError, PlanError, silent
@@ -109,25 +110,6 @@ def ids(dense: LLM, bundled_model: Path) -> list[int]:
 def test_a_plan_with_sparse_attention_refuses_a_cache_of_codes(load, plans) -> None:
     with pytest.raises(OptionError, match="no KV cache of 8 bits"):
         load(plan=plans(), kv_bits=8)
-
-
-LENGTHS = (1, 5, 31, 33, 100, 257, 300)
-"""Shorter than a block and than what is always kept; chunks that cross the 256 keys of the smallest graph."""
-
-
-def answers(llm: LLM, ids: list[int]) -> np.ndarray:
-    """Return logits of prompts of every length, of decoded tokens, and behind truncate and fork."""
-    session, rows = llm.session(), []
-    for length in LENGTHS:
-        session.reset()
-        rows.append(session.prefill(ids[:length], all_logits=True))
-        rows.append(session.decode(ids[length])[np.newaxis])
-    session.truncate(200)
-    rows.append(session.prefill(ids[200:290], all_logits=True))
-    fork = session.fork()
-    session.decode(7)
-    rows.append(fork.prefill(ids[290:330], all_logits=True))
-    return np.concatenate(rows)
 
 
 @pytest.mark.parametrize(("estimator", "level"), [("gpu", "layer"), ("npu", "layer"), ("npu", "gpu")])

@@ -1,29 +1,21 @@
 """Attention on the NPU is measured with the kernel that writes its inputs, where it is asked for."""
 
 import pytest
+from attention_sizes import MODEL, SIZES, measured, take_small_sizes
 from msgspec import structs
 
 from heterollm.kernels.devices import open_device
-from heterollm.model.known import ModelSize
-from heterollm.profiler.measure import attention_tasks, layer_tasks, sparse_cases
+from heterollm.profiler.measure import attention_tasks, layer_tasks
 from heterollm.profiler.predict.operators import LayerPredictor
-
-SIZES = ((64, 256), (64, 512), (128, 512))
-MODEL = ModelSize(256, 512, 1, 8, 4, 320, True, 32, 2048).shape("tiny")
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(sparse_cases, "SIZES", SIZES)
-    monkeypatch.setattr(sparse_cases, "QUICK_SIZES", SIZES[:2])
+    take_small_sizes(monkeypatch)
 
 
 def records_of(device, **options):
-    tasks = attention_tasks(device, [MODEL, MODEL], **options)
-    records = [record for task in tasks for record in task.run()]
-    assert [record.key for record in records] == [key for task in tasks for key in task.keys]
-    assert not [record.error for record in records if record.failed]
-    return {record.key: record for record in records}
+    return measured(attention_tasks(device, [MODEL, MODEL], **options))
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -1,33 +1,26 @@
 """Sparse attention is measured on the GPU and on the NPU, under the keys that were announced."""
 
 import pytest
+from attention_sizes import MODEL, SIZES, measured, take_small_sizes
 from msgspec import structs
 
 from heterollm.kernels.devices import open_device
 from heterollm.kernels.npu import qnn_available
-from heterollm.model.known import ModelSize
-from heterollm.profiler.measure import layer_tasks, sparse_cases, sparse_tasks
+from heterollm.profiler.measure import layer_tasks, sparse_tasks
 from heterollm.profiler.predict.operators import LayerPredictor
 from heterollm.profiler.records import Record, SparseKey
 
 USABLE, REASON, _ = qnn_available(emulator=True)
 slow = [pytest.mark.emulator, pytest.mark.slow, pytest.mark.skipif(not USABLE, reason=REASON)]
-SIZES = ((64, 256), (64, 512), (128, 512))
-MODEL = ModelSize(256, 512, 1, 8, 4, 320, True, 32, 2048).shape("tiny")
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(sparse_cases, "SIZES", SIZES)
-    monkeypatch.setattr(sparse_cases, "QUICK_SIZES", SIZES[:2])
+    take_small_sizes(monkeypatch)
 
 
 def records_of(device, **options):
-    tasks = sparse_tasks(device, [MODEL, MODEL], **options)
-    records = [record for task in tasks for record in task.run()]
-    assert [record.key for record in records] == [key for task in tasks for key in task.keys]
-    assert not [record.error for record in records if record.failed]
-    return {record.key: record for record in records}
+    return measured(sparse_tasks(device, [MODEL, MODEL], **options))
 
 
 def test_every_operator_is_measured(device):
