@@ -158,7 +158,11 @@ def test_completion_imports_nothing_heavy():
     program = "import os, sys; from heterollm.cli import main; main(); print([*sys.modules], file=sys.stderr)"
     asked = SHELLS["bash"]("heterollm chat", "qwen3") | {"_HETEROLLM_COMPLETE": "complete_bash"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | asked, capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-c", program],
+        env=os.environ | asked,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "qwen3-0.6b" in done.stdout
     heavy = ("numpy", "onnx", "onnxruntime", "huggingface_hub", "tokenizers", "jinja2", "rich")
